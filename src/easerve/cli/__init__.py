@@ -1,0 +1,1 @@
+"""The command line: one function per subcommand; heavy imports sit inside it."""

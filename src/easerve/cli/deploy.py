@@ -1,0 +1,159 @@
+"""Puts a deployment together: engines, core, driver and HTTP server in one process."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import uvicorn
+
+from easerve.cluster.local import Folders, ForkServerSpec, LocalCluster, make_folders
+from easerve.config import ConfigError, Deployment
+from easerve.costs.linear import LinearCosts
+from easerve.engines.vllm import launch, models
+from easerve.engines.vllm.client import VllmEngine
+from easerve.policy.admission import Admission
+from easerve.policy.batching import RULES
+from easerve.policy.core import Core, Limits
+from easerve.serve.app import create_app
+from easerve.serve.driver import Driver
+from easerve.serve.metrics import Metrics
+from easerve.serve.preparation import PreparationPool
+from easerve.types import NS_PER_S, WorkerId
+
+KEEP_ALIVE_S = 75
+DRAIN_S = 30
+
+
+def make_core(deployment: Deployment) -> Core:
+    """The control core that a deployment asks for."""
+    limits = deployment.limits
+    return Core(
+        RULES[deployment.policy.when](),
+        Admission(limits.max_requests, int(limits.max_held)),
+        LinearCosts(),
+        Limits(
+            limits.max_retries,
+            int(limits.request_timeout_s * NS_PER_S),
+            int(limits.worker_wait_s * NS_PER_S),
+        ),
+    )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """The server's socket, bound before anything heavy starts."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+
+
+@dataclass(slots=True)
+class Service:
+    """A deployment that runs. ``ended`` is set when an engine has ended that nobody stopped."""
+
+    deployment: Deployment
+    driver: Driver
+    cluster: LocalCluster
+    address: str
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handlers: the service ends when its owner says so."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@asynccontextmanager
+async def service(
+    deployment: Deployment,
+    progress: Callable[[str, str], None],
+    on_exit: Callable[[WorkerId, int], None],
+) -> AsyncIterator[Service]:
+    """The server answers at once (/ready: 503); the body runs when every engine is ready.
+
+    Leaving drains the open requests, then ends the engines and removes every trace of them.
+    """
+    info = models.inspect(deployment.model)
+    listener = listen(deployment.server.host, deployment.server.port)
+    folders = make_folders()
+    driver = _make_driver(deployment, folders)
+
+    def lost(worker_id: WorkerId, code: int) -> None:
+        driver.lose_engine(worker_id)
+        on_exit(worker_id, code)
+
+    cluster = _make_cluster(deployment, folders, info, lost)
+    server = _Server(
+        uvicorn.Config(
+            create_app(deployment, driver),
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=DRAIN_S,
+        )
+    )
+    serving = asyncio.create_task(server.serve([listener]))
+    try:
+        engines = {
+            spec.worker_id: VllmEngine(spec.worker_id, spec.stage, spec.socket, deployment.name)
+            for spec in cluster.specs
+        }
+        await cluster.start(
+            lambda spec: engines[spec.worker_id].healthy(),
+            deployment.engine.startup_timeout_s,
+            progress,
+        )
+        for engine in engines.values():
+            driver.add_engine(engine)
+        host, port = listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        yield Service(deployment, driver, cluster, f"http://{shown}:{port}")
+    finally:
+        server.should_exit = True
+        await serving
+        await driver.close()
+        await cluster.stop()
+
+
+def _make_driver(deployment: Deployment, folders: Folders) -> Driver:
+    limits = deployment.limits
+    preparation = PreparationPool(limits.preparation_workers, limits.max_image_pixels)
+    embeddings = folders.shm / "ec"
+    embeddings.mkdir()
+    return Driver(make_core(deployment), preparation, embeddings, Metrics())
+
+
+def _make_cluster(
+    deployment: Deployment,
+    folders: Folders,
+    info: models.ModelInfo,
+    on_exit: Callable[[WorkerId, int], None],
+) -> LocalCluster:
+    specs = launch.engine_specs(deployment, folders.run, folders.logs)
+    fork_server = None
+    if deployment.uses_fork_server:
+        argv = launch.fork_server_command(info.architecture or "", info.model_type or "")
+        fork_server = ForkServerSpec(argv, specs[0].env)
+    return LocalCluster(folders, specs, fork_server, on_exit)
+
+
+@contextlib.contextmanager
+def stop_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """SIGINT and SIGTERM call ``stop`` instead of ending the process."""
+    loop = asyncio.get_running_loop()
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)

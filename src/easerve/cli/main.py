@@ -1,0 +1,134 @@
+"""The ``easerve`` command. Exit codes: 0 done, 1 it failed, 2 it was asked wrongly."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from easerve import __version__
+
+app = typer.Typer(
+    name="easerve",
+    help="Encode-aware, disaggregated serving of multimodal language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+USAGE_ERROR = 2
+
+
+def fail(message: object, code: int = 1) -> NoReturn:
+    """End with an error a person can act on."""
+    print(f"easerve: {message}", file=sys.stderr)
+    raise typer.Exit(code)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"easerve {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Encode-aware, disaggregated serving of multimodal language models."""
+
+
+@app.command()
+def serve(
+    source: Annotated[
+        str, typer.Argument(metavar="FILE.yaml | MODEL", help="A deployment file or a model.")
+    ],
+    topology: Annotated[str | None, typer.Option(help="Engines per stage, e.g. 2e1p1d.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one.")] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="The name clients use.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="Key that clients must send.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="As vLLM's.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="As vLLM's.")] = None,
+    tensor_parallel_size: Annotated[
+        int | None, typer.Option(help="Of prefill and decode; encoders keep theirs.")
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        float | None, typer.Option(help="Share of a GPU for each engine.")
+    ] = None,
+    limit_mm_per_prompt: Annotated[
+        str | None, typer.Option(help="Media per request, e.g. '{\"image\": 4}'.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print launch lines and memory plan, start nothing.")
+    ] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="With --dry-run: as JSON.")] = False,
+) -> None:
+    """Serve a model through separate encode, prefill and decode engines.
+
+    Every option can be given as an environment variable, e.g. EASERVE_SERVE_PORT.
+    """
+    from easerve.cli import serve as command
+    from easerve.config import ConfigError
+
+    over: dict[str, Any] = {
+        "served_model_name": served_model_name,
+        "device": device,
+        "server": {"host": host, "port": port, "api_key": api_key},
+        "engine": {"dtype": dtype, "max_model_len": max_model_len},
+        "encode": {"gpu_memory_utilization": gpu_memory_utilization},
+    }
+    for stage in ("prefill", "decode"):
+        over[stage] = {
+            "tensor_parallel_size": tensor_parallel_size,
+            "gpu_memory_utilization": gpu_memory_utilization,
+        }
+    try:
+        deployment = command.read(source, topology, limit_mm_per_prompt, over)
+        if dry_run:
+            command.dry_run(deployment, json_output)
+        else:
+            raise typer.Exit(command.run(deployment))
+    except ConfigError as error:
+        fail(error, USAGE_ERROR)
+
+
+@app.command()
+def demo(
+    deployment: Annotated[
+        Path | None, typer.Option("--deployment", help="Deployment file; default: the tiny model.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Draw the same picture again; default: a new one.")
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Bring up E, P and D on this machine and ask about a picture drawn just now."""
+    from easerve.cli import demo as command
+    from easerve.config import ConfigError
+
+    try:
+        raise typer.Exit(command.run(deployment, seed, json_output))
+    except ConfigError as error:
+        fail(error, USAGE_ERROR)
+
+
+@app.command()
+def doctor(
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Say what this machine can do and what EAServe would use. Exit code 1: it cannot serve."""
+    from easerve.cli import doctor as command
+
+    raise typer.Exit(command.run(json_output))
+
+
+def main() -> None:
+    app(auto_envvar_prefix="EASERVE")
+
+
+if __name__ == "__main__":
+    main()

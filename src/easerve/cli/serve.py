@@ -1,0 +1,136 @@
+"""``easerve serve``: from a deployment file or a model's name to a running server."""
+
+import asyncio
+import json
+import shlex
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from easerve.cli.deploy import service, stop_signals
+from easerve.cli.progress import StartProgress
+from easerve.cluster.local import EngineStartError
+from easerve.config import GIB, ConfigError, Deployment, build, merge, parse_topology, read_file
+from easerve.engines.vllm import launch, memory, models
+from easerve.types import Stage, WorkerId
+
+console = Console(stderr=True)
+
+
+def read(
+    source: str, topology: str | None, limit_mm: str | None, over: Mapping[str, Any]
+) -> Deployment:
+    """The deployment: a file or a model, with the command line's options laid over it."""
+    is_file = source.endswith((".yaml", ".yml"))
+    content = read_file(Path(source)) if is_file else {"model": source}
+    if topology is not None:
+        content = merge(content, parse_topology(topology))
+    if limit_mm is not None:
+        content = merge(content, {"limits": {"limit_mm_per_prompt": _json_option(limit_mm)}})
+    return build(merge(content, _given(over)), source if is_file else "command line")
+
+
+def _json_option(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise ConfigError(f"--limit-mm-per-prompt: not JSON: {text!r}") from None
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that were given; sections without any are left out."""
+    given = {
+        name: _given(value) if isinstance(value, Mapping) else value
+        for name, value in options.items()
+    }
+    return {name: value for name, value in given.items() if value is not None and value != {}}
+
+
+def dry_run(deployment: Deployment, as_json: bool) -> None:
+    """Print what would be started and how the memory would be used."""
+    info = models.inspect(deployment.model)
+    specs = launch.engine_specs(deployment, Path("/run/easerve"), Path("/var/log/easerve"))
+    plan = memory.plan(deployment, info)
+    if as_json:
+        engines = [
+            {
+                "name": spec.worker_id,
+                "stage": spec.stage,
+                "devices": list(spec.devices),
+                "env": dict(spec.env),
+                "command": spec.command(),
+            }
+            for spec in specs
+        ]
+        print(json.dumps({"engines": engines, "memory": [row.as_dict() for row in plan]}))
+        return
+    for spec in specs:
+        env = " ".join(f"{name}={shlex.quote(value)}" for name, value in spec.env.items())
+        print(f"# {spec.worker_id}\n{env} \\\n  {shlex.join(spec.command())}\n")
+    table = Table(title="Memory plan (GiB for each GPU of an engine; on a CPU, for each engine)")
+    for heading in ("engine", "devices", "weights", "KV cache", "activations", "of", "KV tokens"):
+        table.add_column(heading, justify="left" if heading in ("engine", "devices") else "right")
+    for row in plan:
+        cells = (row.weights, row.kv_cache, row.activations, row.available)
+        table.add_row(
+            row.worker_id,
+            ",".join(map(str, row.devices)) or "cpu",
+            *("?" if cell is None else f"{cell / GIB:.2f}" for cell in cells),
+            "?" if row.kv_tokens is None else f"{row.kv_tokens:,}",
+        )
+    Console().print(table)
+    memory.check(plan)
+
+
+def run(deployment: Deployment) -> int:
+    """Serve until SIGINT or SIGTERM; the exit code."""
+    memory.check(memory.plan(deployment, models.inspect(deployment.model)))
+    try:
+        return asyncio.run(_serve(deployment))
+    except EngineStartError as error:
+        print(f"easerve: {error}", file=sys.stderr)
+        return 1
+
+
+async def _serve(deployment: Deployment) -> int:
+    stop = asyncio.Event()
+    main = asyncio.current_task()
+    ready = False
+
+    def asked_to_stop() -> None:
+        stop.set()
+        if not ready and main is not None:
+            main.cancel()
+
+    def engine_ended(worker_id: WorkerId, code: int) -> None:
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        console.print(f"[red]{worker_id} ended ({how})[/red]; its log: {logs / worker_id}.log")
+
+    logs = Path()
+    with stop_signals(asked_to_stop), StartProgress(console) as progress:
+        try:
+            async with service(deployment, progress, engine_ended) as running:
+                ready = True
+                logs = running.cluster.folders.logs
+                progress.close()
+                counts = ", ".join(
+                    f"{launch.section_of(deployment, stage).replicas} {stage}" for stage in Stage
+                )
+                console.print(
+                    f"[bold]{deployment.name}[/bold] is served at {running.address}/v1 "
+                    f"({counts}); ready in {progress.elapsed_s:.1f} s; Ctrl-C ends it\n"
+                    f"engine logs: {logs}",
+                    soft_wrap=True,
+                )
+                await stop.wait()
+                console.print("ending: open requests are finished first")
+        except asyncio.CancelledError:
+            if not stop.is_set():
+                raise
+            console.print("ended before the engines were ready")
+    return 0

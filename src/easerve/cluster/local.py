@@ -1,0 +1,249 @@
+"""Engines on this host: started in parallel under a supervisor, watched until they are ready."""
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from easerve.cluster import supervisor
+from easerve.engines.vllm.launch import EngineSpec
+from easerve.types import WorkerId
+
+HEALTH_POLL_S = 0.1
+STOP_GRACE_S = 3.0
+STOP_PATIENCE_S = STOP_GRACE_S + 7.0
+KEPT_LOG_DIRS = 10
+LOG_TAIL_LINES = 12
+LOG_ROOT = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "easerve/logs"
+
+
+class EngineStartError(Exception):
+    """An engine did not become ready; the text names its log and shows the end of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForkServerSpec:
+    """The process that CPU engines are forked from; ``{fd}`` in argv becomes its socket."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Folders:
+    """``run``: sockets and temporary files, ``shm``: embeddings, ``logs``: kept afterwards."""
+
+    run: Path
+    shm: Path
+    logs: Path
+    lock: int
+
+
+def make_folders(log_root: Path = LOG_ROOT) -> Folders:
+    """Private folders of one deployment; what killed ones left behind is swept first."""
+    run_root = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+    if not os.access(run_root, os.W_OK):
+        run_root = Path(tempfile.gettempdir())
+    supervisor.sweep(run_root)
+    run, lock = supervisor.make_run_dir(run_root)
+    shm = supervisor.SHM_ROOT / run.name
+    shm.mkdir(mode=0o700)
+    stamp = time.strftime("%Y%m%d-%H%M%S-") + run.name.removeprefix(supervisor.PREFIX)
+    logs = log_root / stamp
+    logs.mkdir(parents=True, mode=0o700)
+    for old in sorted(log_root.iterdir())[:-KEPT_LOG_DIRS]:
+        shutil.rmtree(old, ignore_errors=True)
+    return Folders(run, shm, logs, lock)
+
+
+class LocalCluster:
+    """Starts and ends the engines of one deployment.
+
+    ``on_exit(worker_id, code)`` is called when an engine ends that was not asked to.
+    """
+
+    def __init__(
+        self,
+        folders: Folders,
+        specs: Sequence[EngineSpec],
+        fork_server: ForkServerSpec | None,
+        on_exit: Callable[[WorkerId, int], None] = lambda worker_id, code: None,
+    ) -> None:
+        self.folders, self.specs = folders, specs
+        self._fork_server, self._on_exit = fork_server, on_exit
+        self.pids: dict[str, int] = {}
+        self._exited: dict[str, int] = {}
+        self._ready: set[str] = set()
+        self._forking = asyncio.Event()
+        self._stopping = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._news: asyncio.Task[None] | None = None
+
+    async def start(
+        self,
+        healthy: Callable[[EngineSpec], Any],
+        timeout_s: float,
+        progress: Callable[[str, str], None] = lambda name, state: None,
+    ) -> None:
+        """Start every engine and return when all are healthy.
+
+        ``healthy(spec)`` is awaited for a bool. ``progress(name, state)`` hears of every change.
+        """
+        await self._start_supervisor()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._start_engines(healthy, progress)
+        except TimeoutError:
+            late = [spec for spec in self.specs if spec.worker_id not in self._ready]
+            raise EngineStartError(
+                "\n".join(
+                    f"{spec.worker_id} was not ready after {timeout_s:g} s\n{tail(spec.log)}"
+                    for spec in late
+                )
+            ) from None
+
+    async def _start_engines(
+        self, healthy: Callable[[EngineSpec], Any], progress: Callable[[str, str], None]
+    ) -> None:
+        for spec in self.specs:
+            progress(spec.worker_id, "waiting for vLLM" if self._fork_server else "starting")
+        if self._fork_server is not None:
+            await self._start_fork_server(progress)
+        for spec in self.specs:
+            progress(spec.worker_id, "loading the model")
+            self._order(
+                op="start",
+                name=spec.worker_id,
+                argv=list(spec.argv) if self._fork_server else spec.command(),
+                env=dict(spec.env),
+                log=str(spec.log),
+                fork=self._fork_server is not None,
+            )
+        waits = [self._until_healthy(spec, healthy, progress) for spec in self.specs]
+        await _all_or_first_error(waits)
+
+    async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        """End the engines; returns when nothing of them is left."""
+        self._stopping = True
+        if self._process is None or self._writer is None or self._news is None:
+            shutil.rmtree(self.folders.shm, ignore_errors=True)
+            shutil.rmtree(self.folders.run, ignore_errors=True)
+            return
+        self._order(op="stop", grace_s=grace_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_PATIENCE_S):
+                await self._news
+        self._writer.close()
+        self._process.kill()
+        await asyncio.to_thread(self._process.wait)
+
+    # Supervisor -------------------------------------------------------------------------------
+
+    async def _start_supervisor(self) -> None:
+        reader, self._writer = await asyncio.open_connection(sock=self._spawn_supervisor())
+        self._news = asyncio.create_task(self._hear(reader))
+
+    def _spawn_supervisor(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        with theirs, (self.folders.logs / "supervisor.log").open("wb") as log:
+            fd = theirs.fileno()
+            module = "easerve.cluster.supervisor"
+            folders = (str(self.folders.run), str(self.folders.shm))
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, str(fd), *folders],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(fd, self.folders.lock),
+                start_new_session=True,  # Ctrl-C is for the server, which then gives the order
+            )
+        os.close(self.folders.lock)
+        return ours
+
+    async def _start_fork_server(self, progress: Callable[[str, str], None]) -> None:
+        assert self._fork_server is not None
+        log = self.folders.logs / "fork-server.log"
+        progress(supervisor.FORK_SERVER, "importing vLLM")
+        self._order(
+            op="fork server",
+            argv=list(self._fork_server.argv),
+            env=dict(self._fork_server.env),
+            log=str(log),
+        )
+        while not self._forking.is_set():
+            if supervisor.FORK_SERVER in self._exited:
+                raise self._start_error(supervisor.FORK_SERVER, log)
+            await asyncio.sleep(HEALTH_POLL_S)
+        progress(supervisor.FORK_SERVER, "ready")
+
+    async def _until_healthy(
+        self,
+        spec: EngineSpec,
+        healthy: Callable[[EngineSpec], Any],
+        progress: Callable[[str, str], None],
+    ) -> None:
+        while not (spec.socket.exists() and await healthy(spec)):
+            if spec.worker_id in self._exited:
+                raise self._start_error(spec.worker_id, spec.log)
+            await asyncio.sleep(HEALTH_POLL_S)
+        self._ready.add(spec.worker_id)
+        progress(spec.worker_id, "ready")
+
+    def _start_error(self, name: str, log: Path) -> EngineStartError:
+        code = self._exited[name]
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return EngineStartError(f"{name} ended with {how} before it was ready\n{tail(log)}")
+
+    def _order(self, **order: Any) -> None:
+        assert self._writer is not None
+        self._writer.write(json.dumps(order).encode() + b"\n")
+
+    async def _hear(self, reader: asyncio.StreamReader) -> None:
+        """Take in the supervisor's news until it ends."""
+        with contextlib.suppress(ConnectionError):
+            while line := await reader.readline():
+                news = json.loads(line)
+                if "started" in news:
+                    self.pids[news["started"]] = news["pid"]
+                elif "forking" in news:
+                    self._forking.set()
+                elif "exited" in news:
+                    self._exit(news["exited"], news["code"])
+        for name in list(self.pids):
+            self._exit(name, -9)
+
+    def _exit(self, name: str, code: int) -> None:
+        self.pids.pop(name, None)
+        self._exited[name] = code
+        if not self._stopping and name != supervisor.FORK_SERVER:
+            self._on_exit(WorkerId(name), code)
+
+
+async def _all_or_first_error(waits: Sequence[Any]) -> None:
+    """Await all; the first exception cancels the others and is raised as it is."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def tail(log: Path, num_lines: int = LOG_TAIL_LINES) -> str:
+    """The end of a log, under its name."""
+    try:
+        lines = log.read_text(errors="replace").splitlines()[-num_lines:]
+    except OSError as error:
+        lines = [f"({error.strerror})"]
+    return "\n".join([f"log: {log}", *(f"  | {line}" for line in lines)])

@@ -1,0 +1,203 @@
+"""The deployment file: YAML -> one frozen, validated tree. Each default is written once, here.
+
+Reading it starts nothing and asks no hardware. An error names the file and the path of the key.
+"""
+
+import difflib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
+
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+MIB, GIB = 1 << 20, 1 << 30
+
+
+class ConfigError(Exception):
+    """The deployment cannot be used; the text says where and why."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class Server(Section):
+    """The public HTTP endpoint. Listens on loopback unless told otherwise."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    api_key: SecretStr | None = None
+
+
+class Engine(Section):
+    """What all engines share. ``extra_args`` go to vLLM as they are."""
+
+    dtype: str = "auto"
+    max_model_len: Positive | None = None
+    trust_remote_code: bool = False
+    startup_timeout_s: Seconds = 600
+    extra_args: tuple[str, ...] = ()
+    fork_server: bool | None = None
+    """Fork engines from one process that has imported vLLM (CPU only). None: on a CPU, yes."""
+    cpu_threads: Positive = 1
+    """OpenMP threads of each CPU engine."""
+
+
+class StageSection(Section):
+    """The engines of one stage. ``devices``: the GPUs of each replica; None: the next free ones."""
+
+    replicas: Positive = 1
+    tensor_parallel_size: Positive = 1
+    devices: tuple[tuple[int, ...], ...] | None = None
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    kv_cache_memory: ByteSize | None = None
+    max_num_seqs: Positive | None = None
+    max_num_batched_tokens: Positive | None = None
+    extra_args: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _devices_match(self) -> Self:
+        if self.devices is None:
+            return self
+        if len(self.devices) != self.replicas:
+            raise ValueError(f"devices names {len(self.devices)} engines, replicas {self.replicas}")
+        for group in self.devices:
+            if len(set(group)) != self.tensor_parallel_size:
+                raise ValueError(
+                    f"devices {list(group)} must be {self.tensor_parallel_size} different GPUs "
+                    "(tensor_parallel_size)"
+                )
+        return self
+
+
+class Policy(Section):
+    """When, Where: the control policies, by name."""
+
+    when: Literal["none"] = "none"
+    remote_share: Annotated[float, Field(ge=1, le=1)] = 1.0
+    """The share of prefills that run on the remote pool; 1 is no offload."""
+
+
+class Limits(Section):
+    """Bounds on what one client can make the server hold."""
+
+    max_requests: Positive = 256
+    max_body: ByteSize = ByteSize(32 * MIB)
+    max_held: ByteSize = ByteSize(GIB)
+    """Request bodies held at once, in all."""
+    max_image_pixels: Positive = 16_000_000
+    limit_mm_per_prompt: Mapping[str, Annotated[int, Field(ge=0)]] = {"image": 8}
+    max_retries: Annotated[int, Field(ge=0)] = 2
+    request_timeout_s: Seconds = 600
+    worker_wait_s: Seconds = 10
+    preparation_workers: Positive = 2
+
+
+class Deployment(Section):
+    """A model and the engines that serve it."""
+
+    model: Annotated[str, Field(min_length=1)]
+    served_model_name: str | None = None
+    device: Literal["cpu", "cuda"] = "cpu"
+    gpu_memory: ByteSize | None = None
+    """Memory of one GPU, for the memory plan; None: ask the driver."""
+    server: Server = Server()
+    engine: Engine = Engine()
+    encode: StageSection = StageSection()
+    prefill: StageSection = StageSection()
+    decode: StageSection = StageSection()
+    policy: Policy = Policy()
+    limits: Limits = Limits()
+
+    @model_validator(mode="after")
+    def _device_rules(self) -> Self:
+        if self.device == "cpu":
+            for name in ("encode", "prefill", "decode"):
+                stage: StageSection = getattr(self, name)
+                if stage.tensor_parallel_size > 1 or stage.devices:
+                    raise ValueError(f"{name}: tensor_parallel_size and devices need device: cuda")
+        elif self.engine.fork_server:
+            raise ValueError("engine.fork_server needs device: cpu (a CUDA context cannot fork)")
+        return self
+
+    @property
+    def name(self) -> str:
+        """The model name that clients use."""
+        return self.served_model_name or self.model
+
+    @property
+    def uses_fork_server(self) -> bool:
+        return self.device == "cpu" and self.engine.fork_server is not False
+
+
+def parse_topology(text: str) -> dict[str, dict[str, int]]:
+    """``2e1p3d`` -> the replicas of each stage, as a part of a deployment."""
+    match = re.fullmatch(r"(\d+)e(\d+)p(\d+)d", text.strip().lower())
+    if match is None or "0" in match.groups():
+        raise ConfigError(f"topology {text!r}: expected e.g. 1e1p1d, at least one of each stage")
+    stages = ("encode", "prefill", "decode")
+    return {stage: {"replicas": int(n)} for stage, n in zip(stages, match.groups(), strict=True)}
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """``over`` laid on ``base``, section by section."""
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        both = isinstance(value, Mapping) and isinstance(old, Mapping)
+        merged[key] = merge(old, value) if both else value  # type: ignore[arg-type]
+    return merged
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The raw content of a deployment file."""
+    try:
+        content = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not YAML: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: expected a mapping with at least the key 'model'")
+    return content
+
+
+def build(content: Mapping[str, Any], source: str) -> Deployment:
+    """Validate; ``source`` names where the content came from."""
+    try:
+        return Deployment.model_validate(content)
+    except ValidationError as error:
+        lines = [f"{source}: {_explain(dict(issue))}" for issue in error.errors()]
+        raise ConfigError("\n".join(lines)) from None
+
+
+def _explain(issue: dict[str, Any]) -> str:
+    path = ".".join(str(part) for part in issue["loc"])
+    if issue["type"] == "extra_forbidden":
+        known = _keys_at(issue["loc"][:-1])
+        close = difflib.get_close_matches(str(issue["loc"][-1]), known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
+        return f"{path}: unknown key; {hint}"
+    message = issue["msg"].removeprefix("Value error, ")
+    given = issue.get("input")
+    shown = f" (got {given!r})" if isinstance(given, str | int | float | bool | None) else ""
+    return f"{path}: {message}{shown}" if path else message
+
+
+def _keys_at(path: tuple[Any, ...]) -> list[str]:
+    section: Any = Deployment
+    for part in path:
+        section = section.model_fields[part].annotation
+    return list(section.model_fields)

@@ -1,0 +1,1 @@
+"""Latency models of the stages, in seconds."""

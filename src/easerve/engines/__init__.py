@@ -1,0 +1,1 @@
+"""The engines that run the stages: one protocol, a fake, and vLLM."""

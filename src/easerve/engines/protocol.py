@@ -1,0 +1,128 @@
+"""What the server asks of a stage engine.
+
+One engine plays one stage; the server calls only that stage's method, ``render`` (on an encoder
+for prompts with media, on a prefill engine for text) and ``healthy``.
+"""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from easerve.types import MediaItem, Stage, WorkerId
+
+
+class EngineError(Exception):
+    """An engine did not do what it was asked.
+
+    ``status`` is its HTTP status, or None when it could not be reached or broke off. A 4xx is the
+    request's fault; anything else may go better on another engine, or on this one later.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+    @property
+    def retryable(self) -> bool:
+        return self.status is None or self.status >= 500
+
+
+class EmbeddingMissingError(EngineError):
+    """Prefill found that an embedding is not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """One decoded, checked media item.
+
+    ``key``: hash of the decoded content. ``url``: a data URL with a canonical encoding of it.
+    """
+
+    key: str
+    item_type: str
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A rendered request: tokens in, and where the media sit in them.
+
+    ``token_ids`` is the expanded prompt. ``features`` are vLLM's hashes and placeholders (None for
+    text), ``items`` the same in prompt order, ``placeholders`` the token that stands for each.
+    ``sampling`` are vLLM's sampling parameters.
+    """
+
+    token_ids: Sequence[int]
+    sampling: Mapping[str, Any]
+    features: Mapping[str, Any] | None = None
+    items: tuple[MediaItem, ...] = ()
+    placeholders: tuple[int, ...] = ()
+
+    @property
+    def max_new_tokens(self) -> int:
+        return int(self.sampling.get("max_tokens") or 1)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeCall:
+    """One item of an encoder call: its media, its placeholder token, the folder that wants it."""
+
+    media: Media
+    placeholder: int
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A piece of an answer. ``finish_reason`` is set on the last one only."""
+
+    text: str
+    token_ids: Sequence[int] = ()
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """What prefill made: the first token, and the single-use handle of the KV cache.
+
+    ``final``: the first token ended the answer and there is nothing to decode. ``load_s``: how
+    long the engine took to read the embeddings, where it says so.
+    """
+
+    first: Delta
+    final: bool
+    handle: Mapping[str, Any] = field(default_factory=dict)
+    load_s: float | None = None
+
+
+class Engine(Protocol):
+    worker_id: WorkerId
+    stage: Stage
+
+    async def render(self, body: Mapping[str, Any]) -> Prompt:
+        """Chat template and tokens of an OpenAI chat request; runs no model."""
+        ...
+
+    async def encode(self, calls: Sequence[EncodeCall]) -> None:
+        """One call, one encoder forward; publishes each embedding in its folder."""
+        ...
+
+    async def prefill(self, prompt: Prompt, folder: Path | None) -> Prefilled:
+        """Prefill and hold the KV cache for one decode; ``folder`` has the embeddings."""
+        ...
+
+    def decode(self, prompt: Prompt, handle: Mapping[str, Any]) -> AsyncIterator[Delta]:
+        """Pull the KV cache and generate. The first piece repeats prefill's token."""
+        ...
+
+    async def healthy(self) -> bool: ...
+
+    async def metrics(self) -> str:
+        """The engine's own metrics in Prometheus text form."""
+        ...
+
+    async def close(self) -> None:
+        """Close the connections to the engine; the engine itself goes on."""
+        ...

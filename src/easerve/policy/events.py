@@ -1,0 +1,245 @@
+"""What the core is told (events, past tense) and what it asks for (actions, imperative).
+
+A request is answered by ``num_choices`` legs; a leg is one prefill and the decode that pulls its
+KV cache. A KV handle is used once, so a leg that is tried again starts at prefill with a new
+``attempt``; an answer that carries an old attempt is ignored.
+"""
+
+from dataclasses import dataclass
+from typing import TypeAlias, get_args
+
+from easerve.types import BatchId, MediaItem, Modality, Reason, RequestId, Shape, Stage, WorkerId
+
+# Events -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerJoined:
+    """An engine is ready."""
+
+    worker_id: WorkerId
+    stage: Stage
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """An engine ended or no longer answers."""
+
+    worker_id: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class ClientCancelled:
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class RequestReceived:
+    """A request was read, and nothing done for it yet; admission decides.
+
+    ``request_id`` is never used again, so that a late answer cannot meet another request.
+    ``can_resume``: a decode that dies mid-stream can go on from the tokens already sent.
+    """
+
+    request_id: RequestId
+    num_bytes: int
+    modalities: tuple[Modality, ...] = ()
+    num_choices: int = 1
+    can_resume: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The media are decoded and checked, the prompt is tokens."""
+
+    request_id: RequestId
+    shape: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareFailed:
+    """Not ``retryable``: the request or its media are at fault."""
+
+    request_id: RequestId
+    retryable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeFinished:
+    batch_id: BatchId
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeFailed:
+    batch_id: BatchId
+    retryable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillFinished:
+    """``final``: the first token ended the answer, there is nothing left to decode."""
+
+    request_id: RequestId
+    leg: int
+    attempt: int
+    final: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillFailed:
+    request_id: RequestId
+    leg: int
+    attempt: int
+    retryable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingMissing:
+    """Prefill found that an embedding of the request is not there; the items are encoded again."""
+
+    request_id: RequestId
+    leg: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """The client has been sent something of this leg."""
+
+    request_id: RequestId
+    leg: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeFinished:
+    request_id: RequestId
+    leg: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeFailed:
+    request_id: RequestId
+    leg: int
+    attempt: int
+    retryable: bool
+
+
+# The union's order is the order of the events of one instant: what engines have done counts even if
+# they are lost in the same instant; then the pool; then work that ends (it frees capacity) and work
+# that begins; a cancellation last, for its request may have been received in the same instant.
+Event: TypeAlias = (
+    FirstToken
+    | DecodeFinished
+    | EncodeFinished
+    | WorkerJoined
+    | WorkerLost
+    | DecodeFailed
+    | PrefillFinished
+    | PrefillFailed
+    | EmbeddingMissing
+    | EncodeFailed
+    | Prepared
+    | PrepareFailed
+    | RequestReceived
+    | ClientCancelled
+)
+_RANK = {kind: rank for rank, kind in enumerate(get_args(Event))}
+
+
+def sort_key(event: Event) -> tuple[int, str | int, int, int, str]:
+    """The total order of simultaneous events: kind, id, leg, attempt, then whatever differs."""
+    match event:
+        case WorkerJoined() | WorkerLost():
+            name: str | int = event.worker_id
+        case EncodeFinished() | EncodeFailed():
+            name = event.batch_id
+        case _:
+            name = event.request_id
+    leg, attempt = getattr(event, "leg", 0), getattr(event, "attempt", 0)
+    return _RANK[type(event)], name, leg, attempt, repr(event)
+
+
+# Actions ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Decode and check the media, render the prompt; answered by Prepared or PrepareFailed."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeItem:
+    """One media item of a batch, and the prefill worker that will want its embedding."""
+
+    request_id: RequestId
+    index: int
+    item: MediaItem
+    destination: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class StartEncode:
+    """One forward of the encoder over ``items``. ``reason``: why the batch was closed."""
+
+    batch_id: BatchId
+    worker_id: WorkerId
+    items: tuple[EncodeItem, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StartPrefill:
+    """``reason``: why this worker. A leg that resumes prefills the tokens already sent, too."""
+
+    request_id: RequestId
+    leg: int
+    attempt: int
+    worker_id: WorkerId
+    reason: str
+    resume: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StartDecode:
+    request_id: RequestId
+    leg: int
+    attempt: int
+    worker_id: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Stop what runs for the request, in every stage; a batch shared with open requests goes on."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """Refused before any work was done."""
+
+    request_id: RequestId
+    reason: Reason
+    retry_after_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    request_id: RequestId
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """Every leg has its answer."""
+
+    request_id: RequestId
+
+
+Action: TypeAlias = (
+    Prepare | StartEncode | StartPrefill | StartDecode | Cancel | Reject | Fail | Complete
+)

@@ -1,0 +1,193 @@
+"""The OpenAI-compatible HTTP server in front of the driver."""
+
+import asyncio
+import hmac
+import json
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from easerve import __version__
+from easerve.config import Deployment
+from easerve.engines.protocol import Delta
+from easerve.serve import chat
+from easerve.serve.driver import Driver, Job
+from easerve.serve.errors import ApiError
+from easerve.types import RequestId
+
+OPEN_PATHS = frozenset({"/health", "/ready"})
+STARTING_RETRY_S = 5
+
+
+def create_app(deployment: Deployment, driver: Driver) -> FastAPI:
+    """The routes. The caller owns the driver, its engines and their life."""
+    app = FastAPI(title="EAServe", version=__version__, docs_url=None, redoc_url=None)
+    if deployment.server.api_key is not None:
+        app.add_middleware(KeyCheck, key=deployment.server.api_key.get_secret_value())
+
+    @app.exception_handler(ApiError)
+    async def api_error(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, ApiError)
+        return error.response()
+
+    @app.exception_handler(HTTPException)
+    async def http_error(_: Request, error: Exception) -> JSONResponse:
+        status = getattr(error, "status_code", 500)
+        text = {404: "There is no such path", 405: "The path does not take this method"}
+        return ApiError(status, text.get(status, "The request cannot be served")).response()
+
+    @app.get("/health")
+    async def health() -> Response:
+        """The process answers."""
+        return Response()
+
+    @app.get("/ready")
+    async def ready() -> JSONResponse:
+        """200 when every stage has an engine, 503 before and after."""
+        engines = sorted(engine.worker_id for engine in driver.engines())
+        return JSONResponse(
+            {"ready": driver.ready, "engines": engines}, 200 if driver.ready else 503
+        )
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(driver.metrics.render(driver.core), media_type="text/plain; version=0.0.4")
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        model = {"id": deployment.name, "object": "model", "created": 0, "owned_by": "easerve"}
+        return {"object": "list", "data": [model]}
+
+    @app.post(
+        "/v1/chat/completions",
+        openapi_extra={
+            "requestBody": {
+                "required": True,
+                "content": {"application/json": {"schema": chat.ChatRequest.model_json_schema()}},
+            }
+        },
+    )
+    async def chat_completions(request: Request) -> Response:
+        content, num_bytes = await _read_json(request, int(deployment.limits.max_body))
+        asked = chat.parse(content, deployment.name, deployment.limits.limit_mm_per_prompt)
+        if not driver.ready:
+            message = "Not every stage has a running engine"
+            raise ApiError(503, message, code="not_ready", retry_after_s=STARTING_RETRY_S)
+        job = Job(
+            RequestId(f"chatcmpl-{uuid.uuid4().hex}"), asked.body, asked.media_parts, num_bytes
+        )
+        driver.submit(job)
+        return await _respond(request, driver, job, asked)
+
+    return app
+
+
+class KeyCheck:
+    """Every path but OPEN_PATHS needs the API key, known paths and unknown ones."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app, self._expected = app, key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            header = dict(scope["headers"]).get(b"authorization", b"")
+            scheme, _, given = header.partition(b" ")
+            if scheme.lower() != b"bearer" or not hmac.compare_digest(given, self._expected):
+                refusal = ApiError(401, "Missing or wrong API key", code="invalid_api_key")
+                await refusal.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+async def _read_json(request: Request, max_bytes: int) -> tuple[Any, int]:
+    """The decoded body and its size, read no further than the limit."""
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > max_bytes:
+            raise ApiError(413, f"The body is larger than {max_bytes} bytes")
+    try:
+        return msgspec.json.decode(body), len(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ApiError(400, f"The body is not valid JSON: {error}") from None
+
+
+async def _respond(request: Request, driver: Driver, job: Job, asked: chat.Chat) -> Response:
+    """The response, once there is something to say: the first piece, the whole, or an error."""
+    answer = chat.Answer(job.request_id, asked.request.model)
+    headers = {"x-request-id": job.request_id}
+    pieces = job.stream()
+    gone = asyncio.create_task(_disconnected(request))
+    work = asyncio.create_task(_first(pieces) if asked.request.stream else _all(pieces))
+    try:
+        await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            driver.cancel(job)
+            return Response(status_code=499)  # nobody reads it
+        deltas = work.result()
+    except ApiError as error:
+        return error.response(job.request_id)
+    except asyncio.CancelledError:
+        driver.cancel(job)
+        raise
+    finally:
+        gone.cancel()
+        work.cancel()
+    answer.num_prompt_tokens = len(job.prompt.token_ids) if job.prompt else 0
+    if not asked.request.stream:
+        return JSONResponse(answer.whole(deltas), headers=headers)
+    options = asked.request.stream_options
+    events = _events(driver, job, answer, deltas, pieces, bool(options and options.include_usage))
+    return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+
+
+async def _events(
+    driver: Driver,
+    job: Job,
+    answer: chat.Answer,
+    first: list[tuple[int, Delta]],
+    rest: AsyncIterator[tuple[int, Delta]],
+    include_usage: bool,
+) -> AsyncIterator[str]:
+    """Server-sent events; the client's leaving (this generator is closed) cancels the request."""
+    seen: set[int] = set()
+    try:
+        for leg, delta in first:
+            seen.add(leg)
+            yield _event(answer.role_chunk(leg))
+            yield _event(answer.chunk(leg, delta))
+        async for leg, delta in rest:
+            if leg not in seen:
+                seen.add(leg)
+                yield _event(answer.role_chunk(leg))
+            yield _event(answer.chunk(leg, delta))
+        if include_usage:
+            yield _event(answer.usage_chunk())
+    except ApiError as error:
+        yield _event(error.body())
+    finally:
+        driver.cancel(job)
+    yield "data: [DONE]\n\n"
+
+
+def _event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+async def _first(pieces: AsyncIterator[tuple[int, Delta]]) -> list[tuple[int, Delta]]:
+    return [await anext(pieces)]
+
+
+async def _all(pieces: AsyncIterator[tuple[int, Delta]]) -> list[tuple[int, Delta]]:
+    return [piece async for piece in pieces]
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,390 @@
+"""The asyncio driver: gathers the events of one instant, steps the core, performs its actions.
+
+It decides nothing. Every action that starts work is answered by exactly one event, unless the
+work was cancelled. What a request needs on its way (media, prompt, KV handles) is in its Job;
+the embeddings are files in the job's folder, removed when the job ends.
+"""
+
+import asyncio
+import logging
+import shutil
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, assert_never
+
+from easerve.engines.protocol import (
+    Delta,
+    EmbeddingMissingError,
+    EncodeCall,
+    Engine,
+    EngineError,
+    Media,
+    Prompt,
+)
+from easerve.policy import events as ev
+from easerve.policy.core import Core
+from easerve.serve.errors import ApiError, ended
+from easerve.serve.media import MediaError
+from easerve.serve.metrics import Metrics
+from easerve.serve.preparation import PreparationPool
+from easerve.types import NS_PER_S, BatchId, Modality, Reason, RequestId, Shape, Stage, WorkerId
+
+PREPARATION = -1
+KEPT_TIMELINES = 256
+logger = logging.getLogger("easerve.driver")
+
+
+@dataclass(slots=True)
+class MediaPart:
+    """A media part of a request: what the client sent, and where (for error messages).
+
+    ``part`` is the dictionary in the request's body; the canonical media replace its content.
+    """
+
+    part: dict[str, Any]
+    url: str
+    path: str
+
+
+@dataclass(slots=True)
+class Job:
+    """One request on its way. ``timeline``: stamps in seconds since it was received."""
+
+    request_id: RequestId
+    body: dict[str, Any]
+    media_parts: list[MediaPart]
+    num_bytes: int
+    num_choices: int = 1
+    media: list[Media] = field(default_factory=list)
+    prompt: Prompt | None = None
+    folder: Path | None = None
+    handles: dict[tuple[int, int], Mapping[str, Any]] = field(default_factory=dict)
+    outputs: asyncio.Queue[tuple[int, Delta] | ApiError | None] = field(
+        default_factory=asyncio.Queue
+    )
+    tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    """What runs for each leg now (PREPARATION: for all). A new attempt ends the old one's."""
+    error: ApiError | None = None
+    withdrawn: bool = False
+    received_ns: int = 0
+    num_output_tokens: int = 0
+    timeline: dict[str, float] = field(default_factory=dict)
+
+    async def stream(self) -> AsyncIterator[tuple[int, Delta]]:
+        """The answer, piece by piece with its leg. Raises ApiError when there is none."""
+        while (output := await self.outputs.get()) is not None:
+            if isinstance(output, ApiError):
+                raise output
+            yield output
+
+
+class Driver:
+    """Drives one core. ``folder`` holds the embeddings of the open requests."""
+
+    def __init__(
+        self,
+        core: Core,
+        preparation: PreparationPool,
+        folder: Path,
+        metrics: Metrics,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self.core, self.metrics = core, metrics
+        self._preparation, self._folder, self._clock_ns = preparation, folder, clock_ns
+        self._engines: dict[WorkerId, Engine] = {}
+        self._rendering: dict[WorkerId, int] = {}
+        self._jobs: dict[RequestId, Job] = {}
+        self.timelines: OrderedDict[str, dict[str, float]] = OrderedDict()  # of the last requests
+        self._batches: dict[BatchId, tuple[asyncio.Task[None], frozenset[RequestId]]] = {}
+        self._events: list[ev.Event] = []
+        self._flush_due = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    # Interface --------------------------------------------------------------------------------
+
+    def add_engine(self, engine: Engine) -> None:
+        self._engines[engine.worker_id] = engine
+        self._rendering[engine.worker_id] = 0
+        self._post(ev.WorkerJoined(engine.worker_id, engine.stage))
+
+    def lose_engine(self, worker_id: WorkerId) -> None:
+        """An engine is gone. Its connections break by themselves."""
+        if self._engines.pop(worker_id, None) is not None:
+            self._post(ev.WorkerLost(worker_id))
+
+    def engines(self) -> list[Engine]:
+        return list(self._engines.values())
+
+    @property
+    def ready(self) -> bool:
+        """Whether every stage has an engine."""
+        return {engine.stage for engine in self._engines.values()}.issuperset(Stage)
+
+    def submit(self, job: Job) -> None:
+        """Take in a request; its answer comes through ``job.stream()``."""
+        job.received_ns = self._clock_ns()
+        self._jobs[job.request_id] = job
+        kinds = (Modality.IMAGE,) if job.media_parts else ()
+        self._post(ev.RequestReceived(job.request_id, job.num_bytes, kinds, job.num_choices))
+
+    def cancel(self, job: Job) -> None:
+        """The client has gone. Harmless for a request that has ended."""
+        if job.request_id in self._jobs:
+            job.withdrawn = True
+            self._post(ev.ClientCancelled(job.request_id))
+
+    async def close(self) -> None:
+        """End every open request and the connections to the engines."""
+        for job in list(self._jobs.values()):
+            self._finish(job, "cancelled", ended(Reason.WORKER_LOST))
+        if self._timer is not None:
+            self._timer.cancel()
+        for engine in self._engines.values():
+            await engine.close()
+        await self._preparation.close()
+
+    # The loop ---------------------------------------------------------------------------------
+
+    def _post(self, event: ev.Event) -> None:
+        self._events.append(event)
+        if not self._flush_due:
+            self._flush_due = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_due = False
+        events, self._events = self._events, []
+        for action in self.core.step(events, self._clock_ns()):
+            self._perform(action)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        deadline = self.core.next_deadline()
+        if deadline is not None:
+            delay_s = max(0, deadline - self._clock_ns()) / NS_PER_S
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._flush)
+
+    def _perform(self, action: ev.Action) -> None:
+        if isinstance(action, ev.StartEncode):
+            self._start_encode(action)
+            return
+        job = self._jobs.get(action.request_id)
+        if job is None:
+            return
+        match action:
+            case ev.Prepare():
+                self._run(job, PREPARATION, self._prepare(job))
+            case ev.StartPrefill():
+                self._run(job, action.leg, self._prefill(job, action))
+            case ev.StartDecode():
+                self._run(job, action.leg, self._decode(job, action))
+            case ev.Cancel():
+                self._stop(job)
+                if job.withdrawn:
+                    self._finish(job, "cancelled", job.error)
+            case ev.Reject():
+                self._finish(job, "rejected", ended(action.reason, action.retry_after_s))
+            case ev.Fail():
+                self._finish(job, "failed", job.error or ended(action.reason))
+            case ev.Complete():
+                self._finish(job, "completed")
+            case _:
+                assert_never(action)
+
+    def _run(self, job: Job, leg: int, work: Coroutine[Any, Any, None]) -> None:
+        if leg in job.tasks:
+            job.tasks[leg].cancel()
+        job.tasks[leg] = asyncio.get_running_loop().create_task(self._guard(job, work))
+
+    async def _guard(self, job: Job, work: Coroutine[Any, Any, None]) -> None:
+        """A bug of ours costs the one request that met it."""
+        try:
+            await work
+        except Exception:
+            logger.exception("request %s failed unexpectedly", job.request_id)
+            job.error = ApiError(500, "Internal server error")
+            self.cancel(job)
+
+    def _stop(self, job: Job) -> None:
+        for task in job.tasks.values():
+            task.cancel()
+        for task, request_ids in self._batches.values():
+            others = request_ids - {job.request_id}
+            if job.request_id in request_ids and not others & self._jobs.keys():
+                task.cancel()
+
+    def _finish(self, job: Job, outcome: str, error: ApiError | None = None) -> None:
+        del self._jobs[job.request_id]
+        if job.folder is not None:
+            shutil.rmtree(job.folder, ignore_errors=True)
+        self._stamp(job, "end")
+        self._observe(job, outcome)
+        self.timelines[job.request_id] = job.timeline
+        if len(self.timelines) > KEPT_TIMELINES:
+            self.timelines.popitem(last=False)
+        job.outputs.put_nowait(error)
+
+    # Stages -----------------------------------------------------------------------------------
+
+    async def _prepare(self, job: Job) -> None:
+        begin = self._clock_ns()
+        try:
+            if not job.media:
+                job.media = await self._decode_media(job)
+            prompt = job.prompt = await self._render(job)
+        except EngineError as error:
+            logger.warning("request %s, prepare: %s", job.request_id, error)
+            if not error.retryable:
+                job.error = ApiError(400, str(error))
+            self._post(ev.PrepareFailed(job.request_id, retryable=error.retryable))
+            return
+        except ApiError as error:
+            job.error = error
+            self._post(ev.PrepareFailed(job.request_id))
+            return
+        self._measure("prepare", begin, job)
+        shape = Shape(len(prompt.token_ids), prompt.max_new_tokens, prompt.items)
+        self._post(ev.Prepared(job.request_id, shape))
+
+    async def _decode_media(self, job: Job) -> list[Media]:
+        """Every part at once; the first one at fault, in the request's order, is the error."""
+        pictures = await asyncio.gather(
+            *(self._preparation.prepare(part.url) for part in job.media_parts),
+            return_exceptions=True,
+        )
+        media = []
+        for part, picture in zip(job.media_parts, pictures, strict=True):
+            if isinstance(picture, MediaError):
+                raise ApiError(400, f"{part.path}: {picture}", part.path)
+            if isinstance(picture, BaseException):
+                raise picture
+            part.part.clear()
+            part.part.update(type="image_url", image_url={"url": picture.url}, uuid=picture.key)
+            part.url = ""
+            media.append(Media(picture.key, "image_url", picture.url))
+        return media
+
+    async def _render(self, job: Job) -> Prompt:
+        """On the engine of the right stage that renders least; media go to encoders only."""
+        stage = Stage.ENCODE if job.media_parts else Stage.PREFILL
+        engines = [engine for engine in self._engines.values() if engine.stage is stage]
+        if not engines:
+            raise EngineError(f"no {stage} engine to render the prompt")
+        engine = min(engines, key=lambda each: (self._rendering[each.worker_id], each.worker_id))
+        self._rendering[engine.worker_id] += 1
+        try:
+            return await engine.render(job.body)
+        finally:
+            self._rendering[engine.worker_id] -= 1
+
+    def _start_encode(self, action: ev.StartEncode) -> None:
+        task = asyncio.get_running_loop().create_task(self._encode(action))
+        task.add_done_callback(lambda _: self._batches.pop(action.batch_id))
+        request_ids = frozenset(item.request_id for item in action.items)
+        self._batches[action.batch_id] = task, request_ids
+
+    async def _encode(self, action: ev.StartEncode) -> None:
+        begin = self._clock_ns()
+        jobs = {item.request_id: self._jobs[item.request_id] for item in action.items}
+        try:
+            calls = [self._encode_call(jobs[item.request_id], item) for item in action.items]
+            await self._engine(action.worker_id).encode(calls)
+        except EngineError as error:
+            logger.warning("batch %d: %s", action.batch_id, error)
+            self._post(ev.EncodeFailed(action.batch_id, error.retryable))
+            return
+        except Exception:
+            logger.exception("batch %d failed unexpectedly", action.batch_id)
+            self._post(ev.EncodeFailed(action.batch_id, retryable=False))
+            return
+        self._measure("encode", begin, *jobs.values())
+        self._post(ev.EncodeFinished(action.batch_id))
+
+    def _encode_call(self, job: Job, item: ev.EncodeItem) -> EncodeCall:
+        assert job.prompt is not None
+        if job.folder is None:
+            job.folder = self._folder / job.request_id
+            job.folder.mkdir(mode=0o700)
+        return EncodeCall(job.media[item.index], job.prompt.placeholders[item.index], job.folder)
+
+    async def _prefill(self, job: Job, action: ev.StartPrefill) -> None:
+        assert job.prompt is not None
+        begin = self._clock_ns()
+        leg = (job.request_id, action.leg, action.attempt)
+        try:
+            engine = self._engine(action.worker_id)
+            prefilled = await engine.prefill(job.prompt, job.folder)
+        except EmbeddingMissingError:
+            self._post(ev.EmbeddingMissing(*leg))
+            return
+        except EngineError as error:
+            logger.warning("request %s, prefill: %s", job.request_id, error)
+            self._post(ev.PrefillFailed(*leg, retryable=error.retryable))
+            return
+        self._measure("prefill", begin, job)
+        self.metrics.prompt_tokens.inc(len(job.prompt.token_ids))
+        if prefilled.load_s is not None:
+            job.timeline["transfer"] = prefilled.load_s
+        if prefilled.final:
+            self._deliver(job, action.leg, prefilled.first)
+        else:
+            job.handles[action.leg, action.attempt] = prefilled.handle
+        self._post(ev.PrefillFinished(*leg, final=prefilled.final))
+
+    async def _decode(self, job: Job, action: ev.StartDecode) -> None:
+        assert job.prompt is not None
+        begin = self._clock_ns()
+        leg = (job.request_id, action.leg, action.attempt)
+        handle = job.handles.pop((action.leg, action.attempt))
+        first = True
+        try:
+            async for delta in self._engine(action.worker_id).decode(job.prompt, handle):
+                if first:
+                    first = False
+                    self._measure("first token", begin, job)
+                    self._post(ev.FirstToken(*leg))
+                self._deliver(job, action.leg, delta)
+        except EngineError as error:
+            logger.warning("request %s, decode: %s", job.request_id, error)
+            self._post(ev.DecodeFailed(*leg, retryable=error.retryable))
+            return
+        self._measure("decode", begin, job)
+        self._post(ev.DecodeFinished(*leg))
+
+    def _deliver(self, job: Job, leg: int, delta: Delta) -> None:
+        if not job.num_output_tokens:
+            self._stamp(job, "ttft")
+        job.num_output_tokens += len(delta.token_ids)
+        job.outputs.put_nowait((leg, delta))
+
+    def _engine(self, worker_id: WorkerId) -> Engine:
+        try:
+            return self._engines[worker_id]
+        except KeyError:
+            raise EngineError(f"{worker_id} is gone") from None
+
+    # Measurements -----------------------------------------------------------------------------
+
+    def _stamp(self, job: Job, name: str) -> None:
+        job.timeline[name] = (self._clock_ns() - job.received_ns) / NS_PER_S
+
+    def _measure(self, name: str, begin_ns: int, *jobs: Job) -> None:
+        """A call to an engine that began at ``begin_ns`` has ended."""
+        seconds = (self._clock_ns() - begin_ns) / NS_PER_S
+        for job in jobs:
+            job.timeline[name] = job.timeline.get(name, 0.0) + seconds
+        if name in self.metrics.stages:
+            self.metrics.stages[name].observe(seconds)
+
+    def _observe(self, job: Job, outcome: str) -> None:
+        self.metrics.requests.labels(outcome).inc()
+        self.metrics.output_tokens.inc(job.num_output_tokens)
+        if "ttft" in job.timeline:
+            self.metrics.ttft.observe(job.timeline["ttft"])
+            if outcome == "completed" and job.num_output_tokens > 1:
+                after = job.timeline["end"] - job.timeline["ttft"]
+                job.timeline["tpot"] = after / (job.num_output_tokens - 1)
+                self.metrics.tpot.observe(job.timeline["tpot"])

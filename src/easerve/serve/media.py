@@ -1,0 +1,136 @@
+"""Media as clients send them -> checked, decoded, canonical. Runs in preparation workers.
+
+A decoder that is fed hostile bytes crashes, hangs or eats memory in a process of its own; the
+encoder only ever sees pictures that we wrote. Run as ``python -m easerve.serve.media LIMIT``; one
+frame in, one frame out: a 4-byte length and msgpack.
+"""
+
+import base64
+import binascii
+import hashlib
+import io
+import re
+import resource
+import struct
+import sys
+import urllib.parse
+from typing import BinaryIO
+
+import msgspec
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+BACKGROUND = (255, 255, 255)  # under transparent pixels; vLLM's default
+MEMORY_BYTES = 2 << 30
+HEADER = struct.Struct("<I")
+
+
+class MediaError(Exception):
+    """The client's media cannot be used; the text says why."""
+
+
+class Picture(msgspec.Struct):
+    """``key``: sha256 of size and pixels. ``url``: the pixels as an uncompressed data URL."""
+
+    key: str
+    url: str
+    width: int
+    height: int
+
+
+class Job(msgspec.Struct):
+    url: str
+    max_pixels: int
+
+
+class Result(msgspec.Struct):
+    picture: Picture | None = None
+    error: str | None = None
+
+
+def parse_data_url(url: str) -> bytes:
+    """The content of an RFC 2397 URL. Anything else is refused."""
+    scheme, colon, rest = url.strip().partition(":")
+    if not colon or scheme.lower() != "data":
+        shown = scheme.lower() if colon and re.fullmatch(r"[A-Za-z][\w+.-]*", scheme) else None
+        what = f"{shown}: URLs" if shown else "this"
+        raise MediaError(f"{what} cannot be fetched; send the picture as a data: URL")
+    header, comma, content = rest.partition(",")
+    if not comma:
+        raise MediaError("the data: URL has no comma")
+    if not content:
+        raise MediaError("the data: URL is empty")
+    content = urllib.parse.unquote(content)
+    if header.lower().replace(" ", "").endswith(";base64"):
+        try:
+            return base64.b64decode("".join(content.split()), validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise MediaError(f"the data: URL is not valid base64: {error}") from None
+    return content.encode("latin-1", errors="replace")
+
+
+def decode(content: bytes, max_pixels: int) -> Image.Image:
+    """A picture as RGB, upright, without transparency."""
+    try:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            if image.width * image.height > max_pixels:
+                size = f"{image.width}x{image.height}"
+                raise MediaError(f"the picture is {size}; at most {max_pixels} pixels are allowed")
+            image.load()
+            return _to_rgb(ImageOps.exif_transpose(image))
+    except MediaError:
+        raise
+    except UnidentifiedImageError:
+        raise MediaError(f"not a picture of a known format ({', '.join(FORMATS)})") from None
+    except Exception as error:  # decoders raise whatever they like on broken input
+        raise MediaError(f"the picture is broken: {str(error) or type(error).__name__}") from None
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I"):  # 16 bits per pixel; convert() would clip, not scale
+        return image.point(lambda value: value / 256).convert("L").convert("RGB")
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        canvas = Image.new("RGB", image.size, BACKGROUND)
+        canvas.paste(image, mask=image.getchannel("A"))
+        return canvas
+    return image.convert("RGB")
+
+
+def prepare(url: str, max_pixels: int) -> Picture:
+    """Check and decode what a client sent. Raises MediaError."""
+    image = decode(parse_data_url(url), max_pixels)
+    digest = hashlib.sha256(f"{image.width}x{image.height}:".encode() + image.tobytes())
+    file = io.BytesIO()
+    image.save(file, "BMP")
+    encoded = base64.b64encode(file.getvalue()).decode()
+    return Picture(
+        digest.hexdigest(), f"data:image/bmp;base64,{encoded}", image.width, image.height
+    )
+
+
+def _read(stream: BinaryIO) -> bytes | None:
+    header = stream.read(HEADER.size)
+    return stream.read(HEADER.unpack(header)[0]) if len(header) == HEADER.size else None
+
+
+def main() -> None:
+    limit = int(sys.argv[1])
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    Image.MAX_IMAGE_PIXELS = None  # our own bound is checked first, and is an error, not a warning
+    decoder, encoder = msgspec.msgpack.Decoder(Job), msgspec.msgpack.Encoder()
+    while (frame := _read(sys.stdin.buffer)) is not None:
+        job = decoder.decode(frame)
+        try:
+            result = Result(picture=prepare(job.url, job.max_pixels))
+        except MediaError as error:
+            result = Result(error=str(error))
+        except MemoryError:
+            result = Result(error="the picture needs too much memory")
+        reply = encoder.encode(result)
+        sys.stdout.buffer.write(HEADER.pack(len(reply)) + reply)
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

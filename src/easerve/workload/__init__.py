@@ -1,0 +1,1 @@
+"""Synthetic work: what clients ask. Randomness is an argument."""
