@@ -144,8 +144,8 @@ class Deployment(Section):
 
 def parse_topology(text: str) -> dict[str, dict[str, int]]:
     """``2e1p3d`` -> the replicas of each stage, as a part of a deployment."""
-    match = re.fullmatch(r"(\d+)e(\d+)p(\d+)d", text.strip().lower())
-    if match is None or "0" in match.groups():
+    match = re.fullmatch(r"([1-9]\d*)e([1-9]\d*)p([1-9]\d*)d", text.strip().lower())
+    if match is None:
         raise ConfigError(f"topology {text!r}: expected e.g. 1e1p1d, at least one of each stage")
     stages = ("encode", "prefill", "decode")
     return {stage: {"replicas": int(n)} for stage, n in zip(stages, match.groups(), strict=True)}

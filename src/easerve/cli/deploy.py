@@ -101,11 +101,11 @@ async def service(
         )
     )
     serving = asyncio.create_task(server.serve([listener]))
+    engines = {
+        spec.worker_id: VllmEngine(spec.worker_id, spec.stage, spec.socket, deployment.name)
+        for spec in cluster.specs
+    }
     try:
-        engines = {
-            spec.worker_id: VllmEngine(spec.worker_id, spec.stage, spec.socket, deployment.name)
-            for spec in cluster.specs
-        }
         await cluster.start(
             lambda spec: engines[spec.worker_id].healthy(),
             deployment.engine.startup_timeout_s,
@@ -120,6 +120,8 @@ async def service(
         server.should_exit = True
         await serving
         await driver.close()
+        for engine in engines.values():
+            await engine.close()
         await cluster.stop()
 
 

@@ -7,7 +7,6 @@ import os
 import platform
 import resource
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -53,10 +52,7 @@ def run(as_json: bool) -> int:
 
 
 def _python() -> Finding:
-    version = platform.python_version()
-    if sys.version_info < (3, 11):
-        return Finding("python", BAD, version, "Python 3.11 or newer")
-    return Finding("python", OK, version)
+    return Finding("python", OK, platform.python_version())
 
 
 def _vllm() -> Finding:

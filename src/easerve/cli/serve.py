@@ -108,15 +108,15 @@ async def _serve(deployment: Deployment) -> int:
             main.cancel()
 
     def engine_ended(worker_id: WorkerId, code: int) -> None:
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        console.print(f"[red]{worker_id} ended ({how})[/red]; its log: {logs / worker_id}.log")
+        if ready:  # before that it is an EngineStartError
+            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            log = running.cluster.folders.logs / f"{worker_id}.log"
+            console.print(f"[red]{worker_id} ended ({how})[/red]; its log: {log}", soft_wrap=True)
 
-    logs = Path()
     with stop_signals(asked_to_stop), StartProgress(console) as progress:
         try:
             async with service(deployment, progress, engine_ended) as running:
                 ready = True
-                logs = running.cluster.folders.logs
                 progress.close()
                 counts = ", ".join(
                     f"{launch.section_of(deployment, stage).replicas} {stage}" for stage in Stage
@@ -124,7 +124,7 @@ async def _serve(deployment: Deployment) -> int:
                 console.print(
                     f"[bold]{deployment.name}[/bold] is served at {running.address}/v1 "
                     f"({counts}); ready in {progress.elapsed_s:.1f} s; Ctrl-C ends it\n"
-                    f"engine logs: {logs}",
+                    f"engine logs: {running.cluster.folders.logs}",
                     soft_wrap=True,
                 )
                 await stop.wait()

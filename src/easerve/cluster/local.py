@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ STOP_GRACE_S = 3.0
 STOP_PATIENCE_S = STOP_GRACE_S + 7.0
 KEPT_LOG_DIRS = 10
 LOG_TAIL_LINES = 12
+EXCEPTION = re.compile(r"\b\w*(?:Error|Exception): .+")
 LOG_ROOT = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "easerve/logs"
 
 
@@ -241,9 +244,11 @@ async def _all_or_first_error(waits: Sequence[Any]) -> None:
 
 
 def tail(log: Path, num_lines: int = LOG_TAIL_LINES) -> str:
-    """The end of a log, under its name."""
+    """What a log says of an end: its name, the first exception in it, its last lines."""
     try:
-        lines = log.read_text(errors="replace").splitlines()[-num_lines:]
+        lines = log.read_text(errors="replace").splitlines()
     except OSError as error:
-        lines = [f"({error.strerror})"]
-    return "\n".join([f"log: {log}", *(f"  | {line}" for line in lines)])
+        return f"log: {log} ({error.strerror})"
+    causes = (match.group() for match in map(EXCEPTION.search, lines) if match)
+    shown = [f"log: {log}", *(f"  | {line}" for line in lines[-num_lines:])]
+    return "\n".join([*(f"cause: {cause}" for cause in islice(causes, 1)), *shown])

@@ -36,6 +36,7 @@ from typing import Any
 from easerve.peer import Peer
 
 PR_SET_CHILD_SUBREAPER = 36
+PARENT_PID = "EASERVE_PARENT_PID"  # as in site/sitecustomize.py
 PREFIX = "easerve-"
 LOCK = "lock"
 SHM_ROOT = Path("/dev/shm")  # noqa: S108 (shared memory is what it is for)
@@ -91,7 +92,7 @@ class Supervisor:
         with Path(order["log"]).open("ab") as log:
             process = subprocess.Popen(
                 order["argv"],
-                env={**os.environ, **order["env"]},
+                env={**os.environ, **order["env"], PARENT_PID: str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -136,7 +137,7 @@ class Supervisor:
     def _ended(self, pid: int, code: int) -> None:
         name = self._names.pop(pid, None)
         if name is not None:
-            _kill_group(pid, signal.SIGKILL)  # what an engine leaves behind goes with it
+            _kill_group(pid)  # what an engine leaves behind goes with it
             self._control.send({"exited": name, "code": code})
 
     def _end(self, grace_s: float) -> None:
@@ -150,7 +151,7 @@ class Supervisor:
             while time.monotonic() < deadline and any(_is_alive(pid) for pid in pids):
                 time.sleep(0.05)
         for pid in self._names:
-            _kill_group(pid, signal.SIGKILL)
+            _kill_group(pid)
         _reap_all()
         shutil.rmtree(self._shm_dir, ignore_errors=True)
         shutil.rmtree(self._run_dir, ignore_errors=True)
@@ -166,20 +167,33 @@ def _is_alive(pid: int) -> bool:
     return state != "Z"
 
 
-def _kill_group(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, number)
+def _kill_group(pid: int) -> None:
+    """Kill an engine's processes. Its resource tracker ends by itself when they are gone, and
+    removes what they left in shared memory."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            member = int(folder.name)
+            if os.getpgid(member) == pid and not _is_resource_tracker(member):
+                os.kill(member, signal.SIGKILL)
+
+
+def _is_resource_tracker(pid: int) -> bool:
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def _reap_all(patience_s: float = 3.0) -> None:
     """Wait for the killed; as a subreaper this process inherits and kills their orphans too."""
-    deadline = time.monotonic() + patience_s
+    begin = time.monotonic()
     with contextlib.suppress(ChildProcessError):
-        while time.monotonic() < deadline:
+        while (waited := time.monotonic() - begin) < patience_s:
             if os.waitpid(-1, os.WNOHANG) == (0, 0):
                 for child in _children():
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(child, signal.SIGKILL)
+                    if waited > patience_s / 2 or not _is_resource_tracker(child):
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(child, signal.SIGKILL)
                 time.sleep(0.02)
 
 

@@ -8,6 +8,7 @@ The answer is a function of the prompt and of the pictures, so that a mix-up sho
 import asyncio
 import contextlib
 import hashlib
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -32,9 +33,13 @@ INSTANT = LinearCosts(0.0, 0.0, 0.0, 0.0, 0.0)
 
 @dataclass(slots=True)
 class Fabric:
-    """What connects the fake engines: the KV caches that prefill holds, by handle."""
+    """What connects the fake engines: the KV caches that prefill holds, by handle.
+
+    ``uses``: how often each handle was shown to a decode engine; more than once is wrong.
+    """
 
     kv: dict[int, str] = field(default_factory=dict)
+    uses: Counter[int] = field(default_factory=Counter)
     handles: "count[int]" = field(default_factory=count)
 
 
@@ -51,7 +56,11 @@ def publish(call: EncodeCall) -> None:
 
 
 class FakeEngine:
-    """One stage. ``failures`` are raised by the next calls in turn; ``dead``: every call fails."""
+    """One stage, which does as it is told.
+
+    ``failures``, by the method: raised by its next calls in turn. ``permits``, by the method: each
+    of its calls, and each token of decode, waits for one. ``dead``: every call fails.
+    """
 
     def __init__(
         self,
@@ -62,19 +71,26 @@ class FakeEngine:
     ) -> None:
         self.worker_id, self.stage = worker_id, stage
         self._fabric, self._costs = fabric, costs
-        self.failures: list[EngineError] = []
+        self.failures: defaultdict[str, list[Exception]] = defaultdict(list)
+        self.permits: dict[str, asyncio.Semaphore] = {}
         self.dead = False
         self.running = 0
+        self.calls: Counter[str] = Counter()
         self.encode_calls: list[int] = []
 
-    def _check(self) -> None:
+    def _begin(self, call: str) -> None:
+        self.calls[call] += 1
+        self._check(call)
+
+    def _check(self, call: str) -> None:
         if self.dead:
             raise EngineError(f"{self.worker_id} is dead")
-        if self.failures:
-            raise self.failures.pop(0)
+        if self.failures[call]:
+            raise self.failures[call].pop(0)
 
     async def render(self, body: Mapping[str, Any]) -> Prompt:
-        self._check()
+        self._begin("render")
+        await self._work("render", 0.0)
         text, keys = [], []
         for message in body["messages"]:
             parts = message["content"]
@@ -97,18 +113,18 @@ class FakeEngine:
         )
 
     async def encode(self, calls: Sequence[EncodeCall]) -> None:
-        self._check()
+        self._begin("encode")
         self.encode_calls.append(len(calls))
-        await self._work(self._costs.encode_s(len(calls), TOKENS_PER_ITEM * len(calls)))
+        await self._work("encode", self._costs.encode_s(len(calls), TOKENS_PER_ITEM * len(calls)))
         for call in calls:
             publish(call)
 
     async def prefill(self, prompt: Prompt, folder: Path | None) -> Prefilled:
-        self._check()
+        self._begin("prefill")
         for item in prompt.items:
             if folder is None or not (folder / f"{item.key}.json").exists():
                 raise EmbeddingMissingError(f"no embedding of {item.key}", 500)
-        await self._work(self._costs.prefill_s(len(prompt.token_ids)))
+        await self._work("prefill", self._costs.prefill_s(len(prompt.token_ids)))
         answer = words(str(prompt.sampling["prompt"]), [item.key for item in prompt.items])
         if prompt.max_new_tokens <= 1:
             return Prefilled(Delta(answer[0], (100,), "length"), final=True)
@@ -117,22 +133,25 @@ class FakeEngine:
         return Prefilled(Delta(answer[0], (100,), "length"), False, {"handle": handle}, 0.0)
 
     async def decode(self, prompt: Prompt, handle: Mapping[str, Any]) -> AsyncIterator[Delta]:
-        self._check()
+        self._fabric.uses[handle["handle"]] += 1
+        self._begin("decode")
         kv = self._fabric.kv.pop(handle["handle"], None)
         if kv is None:
             raise EngineError("a KV handle was used twice", 500)
         pieces = [f" {word}" for word in kv.split()][: prompt.max_new_tokens]
         for number, piece in enumerate(pieces, 1):
-            await self._work(self._costs.decode_s(1))
-            self._check()
+            await self._work("decode", self._costs.decode_s(1))
+            self._check("decode")
             last = number == len(pieces)
             whole = number < prompt.max_new_tokens
             reason = ("stop" if whole else "length") if last else None
             yield Delta(piece, (99 + number,), reason)
 
-    async def _work(self, seconds: float) -> None:
+    async def _work(self, call: str, seconds: float) -> None:
         self.running += 1
         try:
+            if call in self.permits:
+                await self.permits[call].acquire()
             await asyncio.sleep(seconds)
         finally:
             self.running -= 1

@@ -4,13 +4,15 @@ import asyncio
 import hmac
 import json
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from easerve import __version__
@@ -41,6 +43,10 @@ def create_app(deployment: Deployment, driver: Driver) -> FastAPI:
         status = getattr(error, "status_code", 500)
         text = {404: "There is no such path", 405: "The path does not take this method"}
         return ApiError(status, text.get(status, "The request cannot be served")).response()
+
+    @app.exception_handler(ClientDisconnect)
+    async def left_while_sending(_: Request, __: Exception) -> Response:
+        return Response(status_code=499)  # nobody reads it
 
     @app.get("/health")
     async def health() -> Response:
@@ -120,7 +126,8 @@ async def _read_json(request: Request, max_bytes: int) -> tuple[Any, int]:
 
 async def _respond(request: Request, driver: Driver, job: Job, asked: chat.Chat) -> Response:
     """The response, once there is something to say: the first piece, the whole, or an error."""
-    answer = chat.Answer(job.request_id, asked.request.model)
+    ids_wanted = bool(asked.request.return_token_ids)
+    answer = chat.Answer(job.request_id, asked.request.model, return_token_ids=ids_wanted)
     headers = {"x-request-id": job.request_id}
     pieces = job.stream()
     gone = asyncio.create_task(_disconnected(request))
@@ -139,23 +146,37 @@ async def _respond(request: Request, driver: Driver, job: Job, asked: chat.Chat)
     finally:
         gone.cancel()
         work.cancel()
-    answer.num_prompt_tokens = len(job.prompt.token_ids) if job.prompt else 0
+    answer.prompt_token_ids = job.prompt.token_ids if job.prompt else ()
     if not asked.request.stream:
         return JSONResponse(answer.whole(deltas), headers=headers)
     options = asked.request.stream_options
-    events = _events(driver, job, answer, deltas, pieces, bool(options and options.include_usage))
-    return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+    events = _events(answer, deltas, pieces, bool(options and options.include_usage))
+    return EventStream(events, headers, partial(driver.cancel, job))
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. ``close`` is called at the end, also of a stream that never began."""
+
+    def __init__(
+        self, events: AsyncIterator[str], headers: Mapping[str, str], close: Callable[[], None]
+    ) -> None:
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._close()
 
 
 async def _events(
-    driver: Driver,
-    job: Job,
     answer: chat.Answer,
     first: list[tuple[int, Delta]],
     rest: AsyncIterator[tuple[int, Delta]],
     include_usage: bool,
 ) -> AsyncIterator[str]:
-    """Server-sent events; the client's leaving (this generator is closed) cancels the request."""
+    """The answer as server-sent events; an error is the last but one."""
     seen: set[int] = set()
     try:
         for leg, delta in first:
@@ -171,8 +192,6 @@ async def _events(
             yield _event(answer.usage_chunk())
     except ApiError as error:
         yield _event(error.body())
-    finally:
-        driver.cancel(job)
     yield "data: [DONE]\n\n"
 
 

@@ -80,7 +80,8 @@ class ChatRequest(BaseModel):
     messages: Annotated[list[Message], Field(min_length=1)]
     stream: bool = False
     stream_options: StreamOptions | None = None
-    n: Literal[1] = 1
+    n: Literal[1] | None = 1
+    return_token_ids: bool | None = None
 
 
 @dataclass(slots=True)
@@ -151,7 +152,8 @@ class Answer:
 
     request_id: str
     model: str
-    num_prompt_tokens: int = 0
+    prompt_token_ids: Sequence[int] = ()
+    return_token_ids: bool = False
     num_output_tokens: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -160,9 +162,9 @@ class Answer:
 
     def usage(self) -> dict[str, int]:
         return {
-            "prompt_tokens": self.num_prompt_tokens,
+            "prompt_tokens": len(self.prompt_token_ids),
             "completion_tokens": self.num_output_tokens,
-            "total_tokens": self.num_prompt_tokens + self.num_output_tokens,
+            "total_tokens": len(self.prompt_token_ids) + self.num_output_tokens,
         }
 
     def whole(self, deltas: Sequence[tuple[int, Delta]]) -> dict[str, Any]:
@@ -180,27 +182,35 @@ class Answer:
                 },
             )
             choice["message"]["content"] += delta.text
+            if self.return_token_ids:
+                choice.setdefault("token_ids", []).extend(delta.token_ids)
             choice["finish_reason"] = delta.finish_reason
             choice["stop_reason"] = delta.stop_reason
         return {
             **self._head("chat.completion"),
+            **self._prompt(),
             "choices": [choices[leg] for leg in sorted(choices)],
             "usage": self.usage(),
         }
 
     def role_chunk(self, leg: int) -> dict[str, Any]:
-        return self._chunk(leg, {"role": "assistant", "content": ""})
+        return self._chunk(leg, {"role": "assistant", "content": ""}) | self._prompt()
 
     def chunk(self, leg: int, delta: Delta) -> dict[str, Any]:
         """A ``chat.completion.chunk`` with a piece of the answer."""
         self.count(delta)
         chunk = self._chunk(leg, {"content": delta.text}, delta.finish_reason)
+        if self.return_token_ids:
+            chunk["choices"][0]["token_ids"] = list(delta.token_ids)
         if delta.finish_reason is not None:
             chunk["choices"][0]["stop_reason"] = delta.stop_reason
         return chunk
 
     def usage_chunk(self) -> dict[str, Any]:
         return {**self._head("chat.completion.chunk"), "choices": [], "usage": self.usage()}
+
+    def _prompt(self) -> dict[str, Any]:
+        return {"prompt_token_ids": list(self.prompt_token_ids)} if self.return_token_ids else {}
 
     def _chunk(
         self, leg: int, delta: dict[str, Any], finish_reason: str | None = None

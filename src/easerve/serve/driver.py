@@ -9,9 +9,10 @@ import asyncio
 import logging
 import shutil
 import time
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections import OrderedDict, defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -99,6 +100,7 @@ class Driver:
         self._jobs: dict[RequestId, Job] = {}
         self.timelines: OrderedDict[str, dict[str, float]] = OrderedDict()  # of the last requests
         self._batches: dict[BatchId, tuple[asyncio.Task[None], frozenset[RequestId]]] = {}
+        self._calls: defaultdict[WorkerId, set[asyncio.Task[None]]] = defaultdict(set)
         self._events: list[ev.Event] = []
         self._flush_due = False
         self._timer: asyncio.TimerHandle | None = None
@@ -111,8 +113,10 @@ class Driver:
         self._post(ev.WorkerJoined(engine.worker_id, engine.stage))
 
     def lose_engine(self, worker_id: WorkerId) -> None:
-        """An engine is gone. Its connections break by themselves."""
+        """An engine is gone; what it still had to say is not waited for, nor passed on."""
         if self._engines.pop(worker_id, None) is not None:
+            for task in self._calls.pop(worker_id, ()):
+                task.cancel()
             self._post(ev.WorkerLost(worker_id))
 
     def engines(self) -> list[Engine]:
@@ -137,13 +141,13 @@ class Driver:
             self._post(ev.ClientCancelled(job.request_id))
 
     async def close(self) -> None:
-        """End every open request and the connections to the engines."""
-        for job in list(self._jobs.values()):
-            self._finish(job, "cancelled", ended(Reason.WORKER_LOST))
+        """End every open request. The engines belong to the caller."""
+        for job in self._jobs.values():
+            job.error = ended(Reason.WORKER_LOST)
+            self.cancel(job)
+        self._flush()
         if self._timer is not None:
             self._timer.cancel()
-        for engine in self._engines.values():
-            await engine.close()
         await self._preparation.close()
 
     # The loop ---------------------------------------------------------------------------------
@@ -176,11 +180,13 @@ class Driver:
             return
         match action:
             case ev.Prepare():
-                self._run(job, PREPARATION, self._prepare(job))
+                self._run(job, PREPARATION, partial(self._prepare, job))
             case ev.StartPrefill():
-                self._run(job, action.leg, self._prefill(job, action))
+                task = self._run(job, action.leg, partial(self._prefill, job, action))
+                self._track(action.worker_id, task)
             case ev.StartDecode():
-                self._run(job, action.leg, self._decode(job, action))
+                task = self._run(job, action.leg, partial(self._decode, job, action))
+                self._track(action.worker_id, task)
             case ev.Cancel():
                 self._stop(job)
                 if job.withdrawn:
@@ -194,15 +200,22 @@ class Driver:
             case _:
                 assert_never(action)
 
-    def _run(self, job: Job, leg: int, work: Coroutine[Any, Any, None]) -> None:
+    def _run(self, job: Job, leg: int, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
         if leg in job.tasks:
             job.tasks[leg].cancel()
-        job.tasks[leg] = asyncio.get_running_loop().create_task(self._guard(job, work))
+        task = job.tasks[leg] = asyncio.get_running_loop().create_task(self._guard(job, work))
+        return task
 
-    async def _guard(self, job: Job, work: Coroutine[Any, Any, None]) -> None:
+    def _track(self, worker_id: WorkerId, task: asyncio.Task[None]) -> None:
+        """The task calls this engine, and ends with it."""
+        calls = self._calls[worker_id]
+        calls.add(task)
+        task.add_done_callback(calls.discard)
+
+    async def _guard(self, job: Job, work: Callable[[], Awaitable[None]]) -> None:
         """A bug of ours costs the one request that met it."""
         try:
-            await work
+            await work()
         except Exception:
             logger.exception("request %s failed unexpectedly", job.request_id)
             job.error = ApiError(500, "Internal server error")
@@ -285,6 +298,7 @@ class Driver:
         task.add_done_callback(lambda _: self._batches.pop(action.batch_id))
         request_ids = frozenset(item.request_id for item in action.items)
         self._batches[action.batch_id] = task, request_ids
+        self._track(action.worker_id, task)
 
     async def _encode(self, action: ev.StartEncode) -> None:
         begin = self._clock_ns()

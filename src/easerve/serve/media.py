@@ -52,7 +52,8 @@ def parse_data_url(url: str) -> bytes:
     """The content of an RFC 2397 URL. Anything else is refused."""
     scheme, colon, rest = url.strip().partition(":")
     if not colon or scheme.lower() != "data":
-        shown = scheme.lower() if colon and re.fullmatch(r"[A-Za-z][\w+.-]*", scheme) else None
+        known = colon and re.fullmatch(r"[A-Za-z][\w+.-]{,30}", scheme)
+        shown = scheme.lower() if known else None
         what = f"{shown}: URLs" if shown else "this"
         raise MediaError(f"{what} cannot be fetched; send the picture as a data: URL")
     header, comma, content = rest.partition(",")
@@ -60,13 +61,13 @@ def parse_data_url(url: str) -> bytes:
         raise MediaError("the data: URL has no comma")
     if not content:
         raise MediaError("the data: URL is empty")
-    content = urllib.parse.unquote(content)
+    data = urllib.parse.unquote_to_bytes(content)
     if header.lower().replace(" ", "").endswith(";base64"):
         try:
-            return base64.b64decode("".join(content.split()), validate=True)
+            return base64.b64decode(b"".join(data.split()), validate=True)
         except (binascii.Error, ValueError) as error:
             raise MediaError(f"the data: URL is not valid base64: {error}") from None
-    return content.encode("latin-1", errors="replace")
+    return data
 
 
 def decode(content: bytes, max_pixels: int) -> Image.Image:
@@ -78,7 +79,7 @@ def decode(content: bytes, max_pixels: int) -> Image.Image:
                 raise MediaError(f"the picture is {size}; at most {max_pixels} pixels are allowed")
             image.load()
             return _to_rgb(ImageOps.exif_transpose(image))
-    except MediaError:
+    except (MediaError, MemoryError):
         raise
     except UnidentifiedImageError:
         raise MediaError(f"not a picture of a known format ({', '.join(FORMATS)})") from None

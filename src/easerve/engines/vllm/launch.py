@@ -98,13 +98,15 @@ def engine_specs(deployment: Deployment, run_dir: Path, log_dir: Path) -> list[E
 def _arguments(deployment: Deployment, stage: Stage, address: Path) -> Iterator[str]:
     engine, section = deployment.engine, section_of(deployment, stage)
     cpu = deployment.device == "cpu"
+    # Without a size vLLM reserves a share of all memory, on a CPU even for an encoder.
+    default_kv_cache = CPU_KV_CACHE_BYTES if cpu else None
     yield from ("--model", deployment.model, "--served-model-name", deployment.name)
     yield from ("--uds", str(address), "--enable-scale-out", "--dtype", engine.dtype)
     optional: dict[str, Any] = {
         "--max-model-len": engine.max_model_len,
         "--max-num-seqs": section.max_num_seqs,
         "--max-num-batched-tokens": section.max_num_batched_tokens,
-        "--kv-cache-memory-bytes": section.kv_cache_memory or (CPU_KV_CACHE_BYTES if cpu else None),
+        "--kv-cache-memory-bytes": section.kv_cache_memory or default_kv_cache,
     }
     for flag, value in optional.items():
         if value is not None:

@@ -113,7 +113,7 @@ def check(rows: Sequence[Row]) -> None:
                 "tensor_parallel_size or gpu_memory_utilization"
             )
     for gpu, sharers in shares.items():
-        total = sum(row.share for row in sharers)
+        total = round(sum(row.share for row in sharers), 6)  # 0.05 + 0.55 + 0.3 + 0.1 is 1
         if total > 1:
             parts = " + ".join(f"{row.worker_id} {row.share:g}" for row in sharers)
             raise ConfigError(f"GPU {gpu}: gpu_memory_utilization {parts} = {total:g} is over 1")

@@ -66,6 +66,8 @@ def inspect(model: str) -> ModelInfo:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"model {model!r}: config.json: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"model {model!r}: config.json: expected a mapping")
     architecture = next(iter(config.get("architectures") or ()), None)
     if architecture is None:
         raise ConfigError(f"model {model!r}: config.json names no architecture")
@@ -92,14 +94,23 @@ def _weight_bytes(folder: Path) -> tuple[int | None, int | None]:
         return None, None
     totals = {True: 0, False: 0}
     for file in files:
+        for name, num_bytes in _tensors(file):
+            totals[name.startswith(ENCODER_PREFIXES)] += num_bytes
+    return totals[True], totals[False]
+
+
+def _tensors(file: Path) -> list[tuple[str, int]]:
+    """Name and bytes of each tensor, from the file's header."""
+    try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
+            if length > file.stat().st_size:
+                raise ValueError("cut off, or a Git LFS pointer")
             header = json.loads(stream.read(length))
-        for name, tensor in header.items():
-            if name != "__metadata__":
-                start, end = tensor["data_offsets"]
-                totals[name.startswith(ENCODER_PREFIXES)] += end - start
-    return totals[True], totals[False]
+        offsets = {name: t["data_offsets"] for name, t in header.items() if name != "__metadata__"}
+        return [(name, end - start) for name, (start, end) in offsets.items()]
+    except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{file}: not a safetensors file ({error})") from None
 
 
 def _kv_bytes_per_token(config: Mapping[str, Any], bytes_per_value: int = 2) -> int | None:

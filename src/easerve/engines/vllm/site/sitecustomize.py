@@ -26,6 +26,7 @@ from types import ModuleType
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
+PARENT_PID = "EASERVE_PARENT_PID"  # set by each process for those that it starts
 NIXL_PROGRESS_DELAY_US = int(os.environ.get("EASERVE_NIXL_PROGRESS_DELAY_US", "100"))
 
 # What torchvision's Python half looks up while it is imported. Nothing here ever calls them, so
@@ -39,8 +40,20 @@ _declared: list[object] = []  # a torch Library undoes its definitions when it i
 
 
 def die_with_parent() -> None:
-    """Ask the kernel for SIGKILL when the parent ends (Linux)."""
+    """Ask the kernel for SIGKILL when the parent ends (Linux); end if it has ended before that."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = os.environ.get(PARENT_PID)
+    if parent is not None and has_ended(parent):
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.environ[PARENT_PID] = str(os.getpid())
+
+
+def has_ended(pid: str) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:  # noqa: PTH123 (pathlib is slow to import)
+            return stat.read().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def declare_torchvision_operators(spec: ModuleSpec) -> None:

@@ -1,0 +1,43 @@
+# The same commands for people and for CI.
+PYTHON ?= python3
+BIN := .venv/bin
+export PYTHON
+
+.PHONY: install demo test test-unit check fmt docs clean
+
+install: .venv/cpu  ## the virtual environment with the CPU engines
+	@$(BIN)/easerve --version
+
+.venv/cpu: pyproject.toml scripts/install
+	scripts/install cpu,dev
+	@touch .venv/cpu .venv/dev
+
+# Enough for unit tests and checks; no vLLM, no torch.
+.venv/dev: pyproject.toml scripts/install
+	scripts/install dev
+	@touch .venv/dev
+
+demo: .venv/cpu  ## E, P and D on this CPU answer a question about a picture
+	@$(BIN)/easerve demo
+
+test: .venv/cpu  ## every test, with real engines
+	$(BIN)/pytest --cov --cov-report=term
+
+test-unit: .venv/dev  ## everything that needs no engine
+	$(BIN)/pytest -m "not engines"
+
+check: .venv/dev  ## lint, format, types, import directions
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --cache-dir .import_linter_cache
+
+fmt: .venv/dev  ## put the code in form
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: .venv/dev  ## what is generated from the code
+	$(BIN)/python scripts/lifecycle_diagram.py
+
+clean:  ## remove the virtual environment and caches
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
