@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import uvloop
 from PIL import Image
 from rich.console import Console
 from rich.table import Table
@@ -21,7 +22,7 @@ from rich.text import Text
 from easerve.cli.deploy import Service, service, stop_signals
 from easerve.cli.progress import StartProgress
 from easerve.cluster.local import EngineStartError
-from easerve.config import Deployment, build, merge, read_file
+from easerve.config import ConfigError, Deployment, build, merge, read_file
 from easerve.engines.protocol import EngineError
 from easerve.types import Stage
 from easerve.workload import shapes
@@ -45,15 +46,17 @@ TIMELINE = {
 
 def run(path: Path | None, seed: int | None, as_json: bool) -> int:
     """The exit code: 0 when there was an answer."""
+    if path is None and not DEFAULT_DEPLOYMENT.exists():
+        raise ConfigError("the demo's model comes with the repository: run it from a checkout")
     path = path or DEFAULT_DEPLOYMENT
     content = merge(read_file(path), {"server": {"port": 0, "host": "127.0.0.1"}})
-    model = Path(content.get("model", ""))
-    if not model.is_absolute() and (beside := path.parent.parent / model).is_dir():
-        content["model"] = str(beside)
     deployment = build(content, str(path))
+    model = Path(deployment.model)
+    if not model.is_absolute() and (beside := path.parent.parent / model).is_dir():
+        deployment = deployment.model_copy(update={"model": str(beside)})
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     try:
-        result = asyncio.run(_demo(deployment, seed, Console(stderr=as_json)))
+        result = uvloop.run(_demo(deployment, seed, Console(stderr=as_json)))
     except (EngineStartError, EngineError) as error:
         print(f"easerve: {error}", file=sys.stderr)
         return 1
@@ -68,13 +71,17 @@ def run(path: Path | None, seed: int | None, as_json: bool) -> int:
 async def _demo(deployment: Deployment, seed: int, console: Console) -> dict[str, Any] | None:
     main = asyncio.current_task()
     assert main is not None
-    cancel = main.cancel
     rng = random.Random(seed)  # noqa: S311 (a picture, not a secret)
     scene = shapes.draw(rng)
     question, expected = rng.choice(shapes.questions(scene, rng))
     picture = Path(tempfile.gettempdir()) / f"easerve-demo-{seed}.png"
     scene.picture.save(picture)
-    with stop_signals(lambda: None if main.cancelling() else (cancel(), None)[1]):
+
+    def stop() -> None:
+        if not main.cancelling():
+            main.cancel()
+
+    with stop_signals(stop):
         try:
             with StartProgress(console) as progress:
                 async with service(deployment, progress, lambda *_: None) as running:
@@ -185,7 +192,7 @@ def _letter(pixel: tuple[int, int, int]) -> str:
 
 def table(timeline: dict[str, float]) -> Table:
     """The timeline for people."""
-    shown = Table(title="timeline")
+    shown = Table(title="timeline of the second call (the first one warms the engines)")
     for name, justify in (("stage", "left"), ("ms", "right"), ("what it is", "left")):
         shown.add_column(name, justify=justify)  # type: ignore[arg-type]
     for name, seconds in timeline.items():

@@ -89,7 +89,11 @@ async def service(
         driver.lose_engine(worker_id)
         on_exit(worker_id, code)
 
-    cluster = _make_cluster(deployment, folders, info, lost)
+    try:
+        cluster = _make_cluster(deployment, folders, info, lost)
+    except ConfigError:
+        folders.remove()
+        raise
     server = _Server(
         uvicorn.Config(
             create_app(deployment, driver),

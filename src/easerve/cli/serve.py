@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import shlex
 import signal
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import uvloop
 from rich.console import Console
 from rich.table import Table
 
@@ -68,6 +70,7 @@ def dry_run(deployment: Deployment, as_json: bool) -> None:
             for spec in specs
         ]
         print(json.dumps({"engines": engines, "memory": [row.as_dict() for row in plan]}))
+        memory.check(plan)
         return
     for spec in specs:
         env = " ".join(f"{name}={shlex.quote(value)}" for name, value in spec.env.items())
@@ -90,8 +93,9 @@ def dry_run(deployment: Deployment, as_json: bool) -> None:
 def run(deployment: Deployment) -> int:
     """Serve until SIGINT or SIGTERM; the exit code."""
     memory.check(memory.plan(deployment, models.inspect(deployment.model)))
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        return asyncio.run(_serve(deployment))
+        return uvloop.run(_serve(deployment))
     except EngineStartError as error:
         print(f"easerve: {error}", file=sys.stderr)
         return 1

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -51,6 +51,11 @@ class Folders:
     logs: Path
     lock: int
 
+    def remove(self) -> None:
+        """Everything but the logs."""
+        shutil.rmtree(self.shm, ignore_errors=True)
+        shutil.rmtree(self.run, ignore_errors=True)
+
 
 def make_folders(log_root: Path = LOG_ROOT) -> Folders:
     """Private folders of one deployment; what killed ones left behind is swept first."""
@@ -64,8 +69,10 @@ def make_folders(log_root: Path = LOG_ROOT) -> Folders:
     stamp = time.strftime("%Y%m%d-%H%M%S-") + run.name.removeprefix(supervisor.PREFIX)
     logs = log_root / stamp
     logs.mkdir(parents=True, mode=0o700)
+    running = {folder.name.removeprefix(supervisor.PREFIX) for folder in run_root.iterdir()}
     for old in sorted(log_root.iterdir())[:-KEPT_LOG_DIRS]:
-        shutil.rmtree(old, ignore_errors=True)
+        if old.name.rpartition("-")[2] not in running:
+            shutil.rmtree(old, ignore_errors=True)
     return Folders(run, shm, logs, lock)
 
 
@@ -95,7 +102,7 @@ class LocalCluster:
 
     async def start(
         self,
-        healthy: Callable[[EngineSpec], Any],
+        healthy: Callable[[EngineSpec], Awaitable[bool]],
         timeout_s: float,
         progress: Callable[[str, str], None] = lambda name, state: None,
     ) -> None:
@@ -108,16 +115,20 @@ class LocalCluster:
             async with asyncio.timeout(timeout_s):
                 await self._start_engines(healthy, progress)
         except TimeoutError:
-            late = [spec for spec in self.specs if spec.worker_id not in self._ready]
+            late = {
+                spec.worker_id: spec.log for spec in self.specs if spec.worker_id not in self._ready
+            }
+            if self._fork_server is not None and not self._forking.is_set():
+                late = {WorkerId(supervisor.FORK_SERVER): self._fork_server_log}
             raise EngineStartError(
                 "\n".join(
-                    f"{spec.worker_id} was not ready after {timeout_s:g} s\n{tail(spec.log)}"
-                    for spec in late
+                    f"{name} was not ready after {timeout_s:g} s\n{tail(log)}"
+                    for name, log in late.items()
                 )
             ) from None
 
     async def _start_engines(
-        self, healthy: Callable[[EngineSpec], Any], progress: Callable[[str, str], None]
+        self, healthy: Callable[[EngineSpec], Awaitable[bool]], progress: Callable[[str, str], None]
     ) -> None:
         for spec in self.specs:
             progress(spec.worker_id, "waiting for vLLM" if self._fork_server else "starting")
@@ -139,17 +150,20 @@ class LocalCluster:
     async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
         """End the engines; returns when nothing of them is left."""
         self._stopping = True
-        if self._process is None or self._writer is None or self._news is None:
-            shutil.rmtree(self.folders.shm, ignore_errors=True)
-            shutil.rmtree(self.folders.run, ignore_errors=True)
-            return
-        self._order(op="stop", grace_s=grace_s)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(STOP_PATIENCE_S):
-                await self._news
-        self._writer.close()
-        self._process.kill()
-        await asyncio.to_thread(self._process.wait)
+        if self._process is not None and self._writer is not None and self._news is not None:
+            self._order(op="stop", grace_s=grace_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STOP_PATIENCE_S):
+                    await self._news
+            self._writer.close()
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait)
+        # The supervisor has removed them unless it was killed, or never started.
+        self.folders.remove()
+
+    @property
+    def _fork_server_log(self) -> Path:
+        return self.folders.logs / "fork-server.log"
 
     # Supervisor -------------------------------------------------------------------------------
 
@@ -176,7 +190,7 @@ class LocalCluster:
 
     async def _start_fork_server(self, progress: Callable[[str, str], None]) -> None:
         assert self._fork_server is not None
-        log = self.folders.logs / "fork-server.log"
+        log = self._fork_server_log
         progress(supervisor.FORK_SERVER, "importing vLLM")
         self._order(
             op="fork server",
@@ -185,28 +199,30 @@ class LocalCluster:
             log=str(log),
         )
         while not self._forking.is_set():
-            if supervisor.FORK_SERVER in self._exited:
-                raise self._start_error(supervisor.FORK_SERVER, log)
+            self._check(supervisor.FORK_SERVER, log)
             await asyncio.sleep(HEALTH_POLL_S)
         progress(supervisor.FORK_SERVER, "ready")
 
     async def _until_healthy(
         self,
         spec: EngineSpec,
-        healthy: Callable[[EngineSpec], Any],
+        healthy: Callable[[EngineSpec], Awaitable[bool]],
         progress: Callable[[str, str], None],
     ) -> None:
         while not (spec.socket.exists() and await healthy(spec)):
-            if spec.worker_id in self._exited:
-                raise self._start_error(spec.worker_id, spec.log)
+            self._check(spec.worker_id, spec.log)
             await asyncio.sleep(HEALTH_POLL_S)
         self._ready.add(spec.worker_id)
         progress(spec.worker_id, "ready")
 
-    def _start_error(self, name: str, log: Path) -> EngineStartError:
-        code = self._exited[name]
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        return EngineStartError(f"{name} ended with {how} before it was ready\n{tail(log)}")
+    def _check(self, name: str, log: Path) -> None:
+        """Raise when an engine has ended that should become ready."""
+        if self._news is None or self._news.done():
+            log = self.folders.logs / "supervisor.log"
+            raise EngineStartError(f"the supervisor of the engines ended\n{tail(log)}")
+        if (code := self._exited.get(name)) is not None:
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            raise EngineStartError(f"{name} ended with {how} before it was ready\n{tail(log)}")
 
     def _order(self, **order: Any) -> None:
         assert self._writer is not None
@@ -233,7 +249,7 @@ class LocalCluster:
             self._on_exit(WorkerId(name), code)
 
 
-async def _all_or_first_error(waits: Sequence[Any]) -> None:
+async def _all_or_first_error(waits: Sequence[Awaitable[None]]) -> None:
     """Await all; the first exception cancels the others and is raised as it is."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:

@@ -24,7 +24,6 @@ from easerve.serve.errors import ApiError
 from easerve.types import RequestId
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
-STARTING_RETRY_S = 5
 
 
 def create_app(deployment: Deployment, driver: Driver) -> FastAPI:
@@ -82,9 +81,6 @@ def create_app(deployment: Deployment, driver: Driver) -> FastAPI:
     async def chat_completions(request: Request) -> Response:
         content, num_bytes = await _read_json(request, int(deployment.limits.max_body))
         asked = chat.parse(content, deployment.name, deployment.limits.limit_mm_per_prompt)
-        if not driver.ready:
-            message = "Not every stage has a running engine"
-            raise ApiError(503, message, code="not_ready", retry_after_s=STARTING_RETRY_S)
         job = Job(
             RequestId(f"chatcmpl-{uuid.uuid4().hex}"), asked.body, asked.media_parts, num_bytes
         )

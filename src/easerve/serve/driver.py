@@ -111,6 +111,7 @@ class Driver:
         self._engines[engine.worker_id] = engine
         self._rendering[engine.worker_id] = 0
         self._post(ev.WorkerJoined(engine.worker_id, engine.stage))
+        self._flush()  # joining and getting lost never share an instant
 
     def lose_engine(self, worker_id: WorkerId) -> None:
         """An engine is gone; what it still had to say is not waited for, nor passed on."""
@@ -118,6 +119,7 @@ class Driver:
             for task in self._calls.pop(worker_id, ()):
                 task.cancel()
             self._post(ev.WorkerLost(worker_id))
+            self._flush()
 
     def engines(self) -> list[Engine]:
         return list(self._engines.values())
@@ -190,7 +192,7 @@ class Driver:
             case ev.Cancel():
                 self._stop(job)
                 if job.withdrawn:
-                    self._finish(job, "cancelled", job.error)
+                    self._finish(job, "failed" if job.error else "cancelled", job.error)
             case ev.Reject():
                 self._finish(job, "rejected", ended(action.reason, action.retry_after_s))
             case ev.Fail():
@@ -250,8 +252,7 @@ class Driver:
             prompt = job.prompt = await self._render(job)
         except EngineError as error:
             logger.warning("request %s, prepare: %s", job.request_id, error)
-            if not error.retryable:
-                job.error = ApiError(400, str(error))
+            _blame(job, error)
             self._post(ev.PrepareFailed(job.request_id, retryable=error.retryable))
             return
         except ApiError as error:
@@ -307,7 +308,9 @@ class Driver:
             calls = [self._encode_call(jobs[item.request_id], item) for item in action.items]
             await self._engine(action.worker_id).encode(calls)
         except EngineError as error:
-            logger.warning("batch %d: %s", action.batch_id, error)
+            logger.warning("batch %d, encode: %s", action.batch_id, error)
+            if len(jobs) == 1:  # of several, nobody knows which is at fault
+                _blame(next(iter(jobs.values())), error)
             self._post(ev.EncodeFailed(action.batch_id, error.retryable))
             return
         except Exception:
@@ -336,6 +339,7 @@ class Driver:
             return
         except EngineError as error:
             logger.warning("request %s, prefill: %s", job.request_id, error)
+            _blame(job, error)
             self._post(ev.PrefillFailed(*leg, retryable=error.retryable))
             return
         self._measure("prefill", begin, job)
@@ -363,6 +367,7 @@ class Driver:
                 self._deliver(job, action.leg, delta)
         except EngineError as error:
             logger.warning("request %s, decode: %s", job.request_id, error)
+            _blame(job, error)
             self._post(ev.DecodeFailed(*leg, retryable=error.retryable))
             return
         self._measure("decode", begin, job)
@@ -402,3 +407,9 @@ class Driver:
                 after = job.timeline["end"] - job.timeline["ttft"]
                 job.timeline["tpot"] = after / (job.num_output_tokens - 1)
                 self.metrics.tpot.observe(job.timeline["tpot"])
+
+
+def _blame(job: Job, error: EngineError) -> None:
+    """What is the request's fault is the client's error."""
+    if not error.retryable:
+        job.error = ApiError(400, str(error))

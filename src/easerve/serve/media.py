@@ -21,6 +21,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 BACKGROUND = (255, 255, 255)  # under transparent pixels; vLLM's default
+MAX_GROWTH = 24
 MEMORY_BYTES = 2 << 30
 HEADER = struct.Struct("<I")
 
@@ -30,7 +31,7 @@ class MediaError(Exception):
 
 
 class Picture(msgspec.Struct):
-    """``key``: sha256 of size and pixels. ``url``: the pixels as an uncompressed data URL."""
+    """``key``: sha256 of size and pixels. ``url``: the pixels in a lossless data URL."""
 
     key: str
     url: str
@@ -100,14 +101,17 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 def prepare(url: str, max_pixels: int) -> Picture:
     """Check and decode what a client sent. Raises MediaError."""
-    image = decode(parse_data_url(url), max_pixels)
-    digest = hashlib.sha256(f"{image.width}x{image.height}:".encode() + image.tobytes())
+    content = parse_data_url(url)
+    image = decode(content, max_pixels)
+    pixels = image.tobytes()
+    digest = hashlib.sha256(f"{image.width}x{image.height}:".encode() + pixels)
+    # Uncompressed is fastest, but a tiny file must not become a huge one that the router holds.
+    form = "bmp" if len(pixels) <= MAX_GROWTH * len(content) else "png"
     file = io.BytesIO()
-    image.save(file, "BMP")
+    image.save(file, form, compress_level=1)
     encoded = base64.b64encode(file.getvalue()).decode()
-    return Picture(
-        digest.hexdigest(), f"data:image/bmp;base64,{encoded}", image.width, image.height
-    )
+    canonical = f"data:image/{form};base64,{encoded}"
+    return Picture(digest.hexdigest(), canonical, image.width, image.height)
 
 
 def _read(stream: BinaryIO) -> bytes | None:

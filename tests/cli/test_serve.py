@@ -1,0 +1,204 @@
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from easerve.cli import serve
+from easerve.config import Deployment
+from easerve.engines.vllm import memory
+
+from .conftest import Easerve, Ended
+
+
+@pytest.fixture
+def read(easerve: Easerve, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``easerve serve`` up to the deployment that it would serve."""
+    seen: list[Deployment] = []
+
+    def run(deployment: Deployment) -> int:
+        seen.append(deployment)
+        return 0
+
+    def words(*words: str | Path) -> Deployment:
+        ended = easerve("serve", *words)
+        assert ended.code == 0, ended.err
+        return seen.pop()
+
+    monkeypatch.setattr(serve, "run", run)
+    return words
+
+
+def assert_refused(ended: Ended, message: str) -> None:
+    """A usage error in one line on stderr, without a traceback."""
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.startswith("easerve: ")
+    assert message in ended.err
+    assert "Traceback" not in ended.err
+
+
+# Wrong input ----------------------------------------------------------------------------------
+
+
+def test_a_file_that_is_not_there_is_named(easerve: Easerve) -> None:
+    assert_refused(easerve("serve", "nosuch.yaml"), "nosuch.yaml: No such file or directory")
+
+
+def test_a_model_folder_that_is_not_there_is_named(easerve: Easerve) -> None:
+    assert_refused(easerve("serve", "./nosuch"), "model './nosuch': no such folder")
+
+
+def test_a_folder_that_is_no_model_is_named(easerve: Easerve, tmp_path: Path) -> None:
+    assert_refused(easerve("serve", tmp_path), "config.json")
+
+
+def test_a_bad_file_is_named_with_its_key(easerve: Easerve, tmp_path: Path) -> None:
+    path = tmp_path / "d.yaml"
+    path.write_text("{model: owner/name, decode: {replica: 2}}")
+    assert_refused(easerve("serve", path), f"{path}: decode.replica: unknown key; did you mean")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--topology", "1e1p"), "topology '1e1p': expected e.g. 1e1p1d"),
+        (("--topology", "0e1p1d"), "topology '0e1p1d'"),
+        (("--limit-mm-per-prompt", "{"), "--limit-mm-per-prompt: not JSON: '{'"),
+        (("--limit-mm-per-prompt", "4"), "limits.limit_mm_per_prompt: "),
+        (("--limit-mm-per-prompt", '{"image": "x"}'), "limits.limit_mm_per_prompt.image: "),
+        (("--port", "65536"), "command line: server.port: "),
+        (("--device", "tpu"), "device: Input should be 'cpu' or 'cuda'"),
+        (("--gpu-memory-utilization", "2"), "encode.gpu_memory_utilization: "),
+        (("--tensor-parallel-size", "2"), "prefill: tensor_parallel_size and devices need device"),
+    ],
+)
+def test_an_option_that_cannot_be_is_named(
+    easerve: Easerve, words: tuple[str, ...], message: str
+) -> None:
+    assert_refused(easerve("serve", "owner/name", *words), message)
+
+
+def test_a_port_in_use_is_found_before_anything_is_started(easerve: Easerve, model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ended = easerve("serve", model, "--port", str(port))
+    assert_refused(ended, f"cannot listen on 127.0.0.1:{port}: Address already in use")
+
+
+def test_a_host_that_is_not_ours_is_an_error(easerve: Easerve, model: Path) -> None:
+    ended = easerve("serve", model, "--host", "192.0.2.1", "--port", "0")
+    assert_refused(ended, "cannot listen on 192.0.2.1:0: ")
+
+
+# Options --------------------------------------------------------------------------------------
+
+
+def test_a_model_alone_is_served_with_the_defaults(read: Any) -> None:
+    assert read("owner/name") == Deployment(model="owner/name")
+
+
+def test_options_are_laid_over_the_file(read: Any, deployment: Path) -> None:
+    made = read(
+        *(deployment, "--topology", "2e1p3d", "--host", "::1", "--port", "0"),
+        *("--served-model-name", "other", "--api-key", "secret", "--dtype", "float32"),
+        *("--max-model-len", "512", "--limit-mm-per-prompt", '{"image": 3}'),
+    )
+    assert (made.encode.replicas, made.prefill.replicas, made.decode.replicas) == (2, 1, 3)
+    assert (made.server.host, made.server.port, made.name) == ("::1", 0, "other")
+    assert made.server.api_key.get_secret_value() == "secret"
+    assert (made.engine.dtype, made.engine.max_model_len) == ("float32", 512)
+    assert made.limits.limit_mm_per_prompt == {"image": 3}
+
+
+def test_what_is_not_given_stays_as_the_file_says(read: Any, deployment: Path) -> None:
+    made = read(deployment, "--port", "1")
+    assert (made.name, made.prefill.replicas) == ("short", 2)
+
+
+def test_tensor_parallelism_is_for_the_language_model(read: Any) -> None:
+    made = read("owner/name", "--device", "cuda", "--tensor-parallel-size", "2")
+    stages = (made.encode, made.prefill, made.decode)
+    assert [stage.tensor_parallel_size for stage in stages] == [1, 2, 2]
+
+
+def test_environment_variables_are_options_which_words_overrule(
+    read: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EASERVE_SERVE_PORT", "8123")
+    monkeypatch.setenv("EASERVE_SERVE_API_KEY", "secret")
+    made = read("owner/name")
+    assert made.server.port == 8123
+    assert made.server.api_key.get_secret_value() == "secret"
+    assert read("owner/name", "--port", "8124").server.port == 8124
+
+
+def test_a_bad_environment_variable_is_named(
+    easerve: Easerve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EASERVE_SERVE_PORT", "high")
+    ended = easerve("serve", "owner/name")
+    assert ended.code == 2
+    assert "Invalid value for '--port'" in ended.err
+
+
+# Dry run --------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_shows_every_launch_and_the_memory_plan(
+    easerve: Easerve, deployment: Path
+) -> None:
+    ended = easerve("serve", deployment, "--dry-run")
+    assert ended.code == 0
+    for name in ("encode-0", "prefill-0", "prefill-1", "decode-0"):
+        assert f"# {name}\n" in ended.out
+    assert ended.out.count("--served-model-name short") == 4
+    assert "OMP_NUM_THREADS=1" in ended.out
+    assert "Memory plan" in ended.out
+    assert "?" in ended.out, "the folder has no weights"
+
+
+def test_a_dry_run_as_json_is_one_object(easerve: Easerve, deployment: Path) -> None:
+    ended = easerve("serve", deployment, "--dry-run", "--json")
+    assert ended.code == 0
+    shown = json.loads(ended.out)
+    assert [engine["name"] for engine in shown["engines"]] == [
+        *("encode-0", "prefill-0", "prefill-1", "decode-0"),
+    ]
+    first = shown["engines"][0]
+    assert (first["stage"], first["devices"]) == ("encode", [])
+    assert first["command"][0] == sys.executable
+    assert first["env"]["OMP_NUM_THREADS"] == "1"
+    assert [row["worker_id"] for row in shown["memory"]] == [e["name"] for e in shown["engines"]]
+    assert shown["memory"][0]["weights"] is None
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_a_plan_that_cannot_hold_fails_after_it_is_shown(
+    easerve: Easerve, tmp_path: Path, model: Path, more: tuple[str, ...]
+) -> None:
+    path = tmp_path / "d.yaml"
+    share = "{devices: [[0]], gpu_memory_utilization: 0.6}"
+    path.write_text(f"{{model: {model}, device: cuda, encode: {share}, decode: {share}}}")
+    ended = easerve("serve", path, "--dry-run", *more)
+    assert ended.code == 2
+    assert "decode-0" in ended.out
+    assert "GPU 0: gpu_memory_utilization encode-0 0.6 + decode-0 0.6 = 1.2" in ended.err
+
+
+def test_a_model_that_does_not_fit_is_refused_before_anything_is_started(
+    easerve: Easerve, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "CUDA_ACTIVATION_BYTES", 80 << 30)
+    path = tmp_path / "d.yaml"
+    path.write_text(f"{{model: {model}, device: cuda, gpu_memory: 48GiB}}")
+    assert_refused(easerve("serve", path), "encode-0: weights 0.00 GiB and activations 80.00 GiB")
+
+
+def test_the_command_ends_with_the_code_of_its_error() -> None:
+    command = [sys.executable, "-m", "easerve.cli.main", "serve", "nosuch.yaml"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr == "easerve: nosuch.yaml: No such file or directory\n"

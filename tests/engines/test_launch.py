@@ -1,0 +1,241 @@
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from easerve.config import ConfigError, build
+from easerve.engines.vllm import launch
+from easerve.engines.vllm.launch import EngineSpec, assign_devices, engine_specs
+from easerve.types import Stage
+
+RUN, LOGS = Path("/run/x"), Path("/log/x")
+
+
+def specs(**content: Any) -> dict[str, EngineSpec]:
+    """The launches of a deployment, by engine."""
+    made = engine_specs(build({"model": "owner/name", **content}, "test"), RUN, LOGS)
+    return {spec.worker_id: spec for spec in made}
+
+
+def value(spec: EngineSpec, flag: str) -> str | None:
+    """What follows a flag that is given at most once."""
+    assert spec.argv.count(flag) <= 1
+    return spec.argv[spec.argv.index(flag) + 1] if flag in spec.argv else None
+
+
+def config(spec: EngineSpec, flag: str) -> dict[str, Any] | None:
+    text = value(spec, flag)
+    return None if text is None else json.loads(text)
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+# Roles ----------------------------------------------------------------------------------------
+
+
+def test_an_encoder_produces_embeddings_and_has_no_kv_transfer(device: str) -> None:
+    encoder = specs(device=device)["encode-0"]
+    assert encoder.stage is Stage.ENCODE
+    assert config(encoder, "--ec-transfer-config") == {
+        "ec_connector": "FileConnector",
+        "ec_connector_module_path": "easerve.engines.vllm.ec_files",
+        "ec_role": "ec_producer",
+    }
+    assert "--kv-transfer-config" not in encoder.argv
+    assert "--limit-mm-per-prompt" not in encoder.argv
+    assert "--no-enable-prefix-caching" in encoder.argv
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_role", "ec_role"),
+    [("prefill-0", "kv_producer", "ec_consumer"), ("decode-0", "kv_consumer", None)],
+)
+def test_prefill_and_decode_load_the_language_model_only(
+    device: str, name: str, kv_role: str, ec_role: str | None
+) -> None:
+    spec = specs(device=device)[name]
+    assert config(spec, "--limit-mm-per-prompt") == {"image": 0, "video": 0, "audio": 0}
+    assert value(spec, "--mm-processor-cache-gb") == "0"
+    assert config(spec, "--kv-transfer-config") == {
+        "kv_connector": "NixlConnector",
+        "kv_role": kv_role,
+        "kv_buffer_device": device,
+        "kv_load_failure_policy": "fail",
+    }
+    ec = config(spec, "--ec-transfer-config")
+    assert (ec and ec["ec_role"]) == ec_role
+
+
+def test_every_engine_serves_the_model_under_its_name_on_its_own_socket(device: str) -> None:
+    made = specs(device=device, served_model_name="short", encode={"replicas": 2})
+    assert list(made) == ["encode-0", "encode-1", "prefill-0", "decode-0"]
+    for name, spec in made.items():
+        assert value(spec, "--model") == "owner/name"
+        assert value(spec, "--served-model-name") == "short"
+        assert "--enable-scale-out" in spec.argv
+        assert spec.socket == RUN / f"{name}.sock"
+        assert value(spec, "--uds") == str(spec.socket)
+        assert spec.log == LOGS / f"{name}.log"
+        assert spec.command() == [sys.executable, "-m", launch.ENTRY, *spec.argv]
+        assert not {"--host", "--port"} & set(spec.argv), "a socket file is its only address"
+
+
+# Devices --------------------------------------------------------------------------------------
+
+
+def test_cpu_engines_run_eagerly_in_one_process_with_their_threads() -> None:
+    made = specs(engine={"cpu_threads": 3})
+    for spec in made.values():
+        assert "--enforce-eager" in spec.argv
+        executor = value(spec, "--distributed-executor-backend")
+        assert executor == "easerve.engines.vllm.executor.SingleProcessExecutor"
+        assert value(spec, "--kv-cache-memory-bytes") == str(64 << 20)
+        assert not {"--tensor-parallel-size", "--gpu-memory-utilization"} & set(spec.argv)
+        assert spec.devices == ()
+        assert spec.env["OMP_NUM_THREADS"] == "3"
+        assert spec.env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+        assert "CUDA_VISIBLE_DEVICES" not in spec.env
+
+
+def test_cuda_engines_get_their_gpus_and_their_share_of_them() -> None:
+    prefill = {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.5}
+    made = specs(device="cuda", prefill=prefill)
+    assert value(made["prefill-0"], "--tensor-parallel-size") == "2"
+    assert value(made["prefill-0"], "--gpu-memory-utilization") == "0.5"
+    assert value(made["decode-0"], "--tensor-parallel-size") == "1"
+    assert value(made["decode-0"], "--gpu-memory-utilization") == "0.9"
+    visible = {name: spec.env["CUDA_VISIBLE_DEVICES"] for name, spec in made.items()}
+    assert visible == {"encode-0": "0", "prefill-0": "1,2", "decode-0": "3"}
+    for spec in made.values():
+        cpu_only = {"--enforce-eager", "--distributed-executor-backend", "--kv-cache-memory-bytes"}
+        assert not cpu_only & set(spec.argv)
+        assert "OMP_NUM_THREADS" not in spec.env
+
+
+def test_free_gpus_are_the_lowest_that_nobody_named() -> None:
+    deployment = build(
+        {
+            "model": "m",
+            "device": "cuda",
+            "encode": {"replicas": 2},
+            "prefill": {"tensor_parallel_size": 2, "devices": [[3, 1]]},
+            "decode": {"tensor_parallel_size": 2},
+        },
+        "test",
+    )
+    assert assign_devices(deployment) == {
+        "encode-0": (0,),
+        "encode-1": (2,),
+        "prefill-0": (3, 1),
+        "decode-0": (4, 5),
+    }
+
+
+def test_engines_may_be_put_on_one_gpu() -> None:
+    share = {"devices": [[0]], "gpu_memory_utilization": 0.3}
+    made = specs(device="cuda", encode=share, prefill=share)
+    assert [made[name].devices for name in ("encode-0", "prefill-0", "decode-0")] == [
+        *((0,), (0,)),
+        (1,),
+    ]
+
+
+# Options --------------------------------------------------------------------------------------
+
+
+def test_options_of_a_stage_go_to_its_engines_only() -> None:
+    decode = {"max_num_seqs": 7, "max_num_batched_tokens": 99, "kv_cache_memory": "1MiB"}
+    made = specs(decode=decode, engine={"max_model_len": 512, "dtype": "float32"})
+    flags = ("--max-num-seqs", "--max-num-batched-tokens", "--kv-cache-memory-bytes")
+    assert [value(made["decode-0"], flag) for flag in flags] == ["7", "99", str(1 << 20)]
+    assert [value(made["prefill-0"], flag) for flag in flags] == [None, None, str(64 << 20)]
+    for spec in made.values():
+        assert value(spec, "--max-model-len") == "512"
+        assert value(spec, "--dtype") == "float32"
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_code_from_a_model_is_run_only_where_the_file_says_so(trusted: bool) -> None:
+    for spec in specs(engine={"trust_remote_code": trusted}).values():
+        assert ("--trust-remote-code" in spec.argv) is trusted
+
+
+def test_extra_arguments_come_last_the_stages_after_the_common_ones(device: str) -> None:
+    common, own = ["--seed", "1"], ["--seed", "2"]
+    made = specs(device=device, engine={"extra_args": common}, decode={"extra_args": own})
+    assert made["decode-0"].argv[-4:] == (*common, *own)
+    assert made["prefill-0"].argv[-2:] == (*common,)
+    assert "2" not in made["prefill-0"].argv[-2:]
+
+
+# Environment ----------------------------------------------------------------------------------
+
+
+def test_engines_talk_on_the_loopback_each_on_a_port_of_its_own() -> None:
+    made = specs(encode={"replicas": 3}, prefill={"replicas": 3}, decode={"replicas": 3})
+    ports = {int(spec.env["VLLM_NIXL_SIDE_CHANNEL_PORT"]) for spec in made.values()}
+    assert len(ports) == 9
+    assert all(1024 <= port <= 65535 for port in ports)
+    for spec in made.values():
+        assert spec.env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.0.0.1"
+        assert spec.env["UCX_NET_DEVICES"] == "lo"
+
+
+def test_a_port_in_use_is_not_given_out() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ports = {spec.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] for spec in specs().values()}
+        assert str(taken.getsockname()[1]) not in ports
+
+
+def test_the_operators_choice_of_network_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_0:1")
+    assert specs()["decode-0"].env["UCX_NET_DEVICES"] == "mlx5_0:1"
+
+
+def test_temporary_files_of_engines_go_where_they_are_swept() -> None:
+    for spec in specs().values():
+        assert spec.env["TMPDIR"] == spec.env["VLLM_RPC_BASE_PATH"] == str(RUN)
+
+
+@pytest.mark.parametrize("inherited", [None, "/one:/two"])
+def test_engines_find_our_fixes_before_whatever_is_inherited(
+    monkeypatch: pytest.MonkeyPatch, inherited: str | None
+) -> None:
+    if inherited is None:
+        monkeypatch.delenv("PYTHONPATH", raising=False)
+    else:
+        monkeypatch.setenv("PYTHONPATH", inherited)
+    first, *rest = specs()["encode-0"].env["PYTHONPATH"].split(os.pathsep)
+    assert (Path(first) / "sitecustomize.py").is_file()
+    assert rest == (inherited.split(":") if inherited else [])
+
+
+def test_connections_outlive_the_routers_patience() -> None:
+    from easerve.engines.vllm.client import KEEPALIVE_S
+
+    for spec in specs().values():
+        assert float(spec.env["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > KEEPALIVE_S
+
+
+@pytest.mark.parametrize(("length", "fits"), [(107, True), (108, False)])
+def test_a_socket_path_that_the_kernel_would_cut_is_an_error(length: int, fits: bool) -> None:
+    longest = "/prefill-0.sock"
+    run = Path("/" + "x" * (length - len(longest) - 1))
+    deployment = build({"model": "m"}, "test")
+    if fits:
+        assert max(len(str(spec.socket)) for spec in engine_specs(deployment, run, LOGS)) == length
+    else:
+        with pytest.raises(ConfigError, match=r"prefill-0\.sock: too long for a Unix socket"):
+            engine_specs(deployment, run, LOGS)
+
+
+def test_the_fork_server_is_told_the_model_and_where_its_socket_goes() -> None:
+    command = launch.fork_server_command("LlavaForConditionalGeneration", "llava")
+    assert command[-3:] == ("{fd}", "LlavaForConditionalGeneration", "llava")

@@ -1,0 +1,136 @@
+"""A real server: ``easerve serve`` as a user starts it, with real vLLM engines on this CPU."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DEPLOYMENT = ROOT / "examples/tiny-llava.yaml"
+START_TIMEOUT_S = 180.0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.engines)
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float, what: str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} within {timeout_s:g} s"
+        time.sleep(0.05)
+
+
+def processes() -> dict[int, tuple[int, str]]:
+    """Every process: pid -> (parent, state)."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            _, _, rest = (folder / "stat").read_text().rpartition(")")
+        except OSError:
+            continue
+        state, parent = rest.split()[:2]
+        found[int(folder.name)] = int(parent), state
+    return found
+
+
+def descendants(pid: int) -> set[int]:
+    tree, found = processes(), {pid}
+    while new := {child for child, (parent, _) in tree.items() if parent in found} - found:
+        found |= new
+    return found - {pid}
+
+
+def alive(pid: int) -> bool:
+    found = processes().get(pid)
+    return found is not None and found[1] != "Z"
+
+
+@dataclass
+class RealServer:
+    """``runtime``: the only folder it may use for sockets; ``output``: what it printed."""
+
+    process: subprocess.Popen[bytes]
+    runtime: Path
+    output: Path
+
+    @property
+    def text(self) -> str:
+        return self.output.read_text()
+
+    @property
+    def url(self) -> str:
+        found = re.search(r"is served at (http://\S+)/v1", self.text)
+        assert found, self.text
+        return found.group(1)
+
+    @property
+    def run_dir(self) -> Path:
+        (folder,) = self.runtime.glob("easerve-*")
+        return folder
+
+    @property
+    def shm_dir(self) -> Path:
+        return Path("/dev/shm") / self.run_dir.name
+
+    def wait_ready(self) -> "RealServer":
+        def ready() -> bool:
+            assert self.process.poll() is None, self.text
+            return "is served at" in self.text
+
+        wait_until(ready, START_TIMEOUT_S, f"ready; printed:\n{self.text}")
+        return self
+
+    def stop(self, number: signal.Signals = signal.SIGINT) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(60)
+
+
+@pytest.fixture(scope="session")
+def start() -> Iterator[Callable[..., RealServer]]:
+    """Starts servers; each is killed at the end, should a test have left it."""
+    servers: list[RealServer] = []
+
+    def start_server(*options: str, source: Path | str = DEPLOYMENT) -> RealServer:
+        runtime = Path(tempfile.mkdtemp(prefix="ea-test-"))
+        output = runtime / "output.txt"
+        with output.open("wb") as stream:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "easerve.cli.main", "serve", str(source), *options],
+                cwd=ROOT,
+                env={
+                    **os.environ,
+                    "XDG_RUNTIME_DIR": str(runtime),
+                    "XDG_STATE_HOME": str(runtime / "state"),
+                    "COLUMNS": "200",
+                },
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
+                start_new_session=True,
+            )
+        servers.append(RealServer(process, runtime, output))
+        return servers[-1]
+
+    yield start_server
+    for server in servers:
+        server.process.kill()
+        server.process.wait()
+        shutil.rmtree(server.runtime, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def server(start: Callable[..., RealServer]) -> RealServer:
+    """One server for all tests that leave it as it was."""
+    return start("--port", "0").wait_ready()

@@ -1,0 +1,66 @@
+"""Servers over fake engines; a test that uses one must leave nothing behind in it."""
+
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, Protocol
+
+import pytest
+
+from easerve.config import Deployment
+from easerve.costs.linear import LinearCosts
+from easerve.engines.fake import INSTANT
+from easerve.serve.preparation import PreparationPool
+
+from .server import MODEL, ONE_OF_EACH, Server
+
+
+class Serve(Protocol):
+    """Starts a server. ``limits`` and ``server`` are sections of the deployment."""
+
+    async def __call__(
+        self,
+        engines: Sequence[str] = ONE_OF_EACH,
+        limits: dict[str, Any] | None = None,
+        server: dict[str, Any] | None = None,
+        costs: LinearCosts = INSTANT,
+        preparation: PreparationPool | None = None,
+    ) -> Server: ...
+
+
+@pytest.fixture
+async def serve(
+    tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
+) -> AsyncIterator[Serve]:
+    async with AsyncExitStack() as stack:
+
+        async def start(
+            engines: Sequence[str] = ONE_OF_EACH,
+            limits: dict[str, Any] | None = None,
+            server: dict[str, Any] | None = None,
+            costs: LinearCosts = INSTANT,
+            preparation: PreparationPool | None = None,
+        ) -> Server:
+            deployment = Deployment.model_validate(
+                {"model": MODEL, "limits": limits or {}, "server": server or {}}
+            )
+            folder = tmp_path_factory.mktemp("ec")
+            started = Server(folder, deployment, engines, costs, preparation)
+            await started.start()
+            stack.push_async_callback(started.stop)
+            stack.push_async_callback(started.idle)
+            return started
+
+        yield start
+    unexpected = [
+        record.getMessage()
+        for record in caplog.get_records("call")
+        if record.levelno >= logging.ERROR and record.name in ("uvicorn.error", "asyncio")
+    ]
+    assert unexpected == []
+
+
+@pytest.fixture
+async def server(serve: Serve) -> Server:
+    """One engine of each stage, default limits."""
+    return await serve()

@@ -1,0 +1,179 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from easerve.config import ConfigError, Deployment, build, merge, parse_topology, read_file
+
+EXAMPLE = Path(__file__).parents[1] / "examples/tiny-llava.yaml"
+CUDA = {"model": "m", "device": "cuda"}
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "deployment.yaml"
+    path.write_text(text)
+    return path
+
+
+def load(path: Path) -> Deployment:
+    return build(read_file(path), str(path))
+
+
+def test_the_example_loads() -> None:
+    deployment = load(EXAMPLE)
+    assert deployment.name == "tiny-llava"
+    assert deployment.uses_fork_server
+    assert deployment.limits.max_body == 32 << 20
+    assert deployment.decode.kv_cache_memory == 64 << 20
+
+
+def test_the_examples_limits_and_policy_are_the_defaults_as_it_says() -> None:
+    example, default = load(EXAMPLE), build({"model": "m"}, "test")
+    assert (example.limits, example.policy) == (default.limits, default.policy)
+    assert example.server == default.server
+
+
+def test_a_model_alone_is_a_deployment() -> None:
+    deployment = build({"model": "owner/name"}, "test")
+    assert deployment.name == "owner/name"
+    assert deployment.device == "cpu"
+    assert deployment.server.host == "127.0.0.1"
+
+
+def test_a_deployment_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        build({"model": "m"}, "test").model = "n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: [", "not YAML"),
+        ("model: \0", "not YAML"),
+        ("- model", "expected a mapping"),
+        ("just words", "expected a mapping"),
+        ("", "expected a mapping"),
+        ("device: cpu", "model: Field required"),
+        ("model: ''", "model: String should have at least 1 character"),
+        ("model: 5", r"model: Input should be a valid string \(got 5\)"),
+        ("{model: m, modle: n}", "modle: unknown key; did you mean 'model'?"),
+        ("{model: m, encode: {replica: 2}}", "encode.replica: unknown key; did you mean 'repl"),
+        ("{model: m, policy: {zzz: 2}}", "policy.zzz: unknown key; known keys: when, remote_share"),
+        ("{model: m, 1: 2}", "1: "),
+        ("{model: m, server: {port: high}}", r"server.port: .*integer.*\(got 'high'\)"),
+        ("{model: m, server: {port: 65536}}", "server.port: .*less than or equal to 65535"),
+        ("{model: m, server: 8000}", "server: "),
+        ("{model: m, encode: {replicas: 0}}", r"encode.replicas: .*\(got 0\)"),
+        ("{model: m, decode: {kv_cache_memory: lots}}", "decode.kv_cache_memory: .*'lots'"),
+        ("{model: m, prefill: {gpu_memory_utilization: 1.1}}", "prefill.gpu_memory_utilization: "),
+        ("{model: m, policy: {remote_share: 0.5}}", "policy.remote_share: .*equal to 1.*got 0.5"),
+        ("{model: m, policy: {when: slack}}", r"policy.when: Input should be 'none' \(got 'slack"),
+        ("{model: m, device: tpu}", r"device: Input should be 'cpu' or 'cuda' \(got 'tpu'\)"),
+        ("{model: m, limits: {limit_mm_per_prompt: {image: -1}}}", "limit_mm_per_prompt.image: "),
+        ("{model: m, prefill: {tensor_parallel_size: 2}}", "prefill: .*need device: cuda"),
+        ("{model: m, decode: {devices: [[0]]}}", "decode: .*need device: cuda"),
+        (
+            "{model: m, device: cuda, engine: {fork_server: true}}",
+            "engine.fork_server needs device: cpu",
+        ),
+        (
+            "{model: m, device: cuda, decode: {replicas: 2, devices: [[0]]}}",
+            "decode: devices names 1 engines, replicas 2",
+        ),
+        (
+            "{model: m, device: cuda, decode: {tensor_parallel_size: 2, devices: [[3, 3]]}}",
+            r"decode: devices \[3, 3\] must be 2 different GPUs",
+        ),
+        (
+            "{model: m, device: cuda, decode: {devices: [[0, 1]]}}",
+            r"decode: devices \[0, 1\] must be 1 different GPUs",
+        ),
+    ],
+)
+def test_a_bad_file_is_an_error_that_names_file_and_key(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError, match=message) as error:
+        load(path)
+    assert str(error.value).startswith(f"{path}: ")
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    for path, why in ((tmp_path / "nosuch.yaml", "No such file"), (tmp_path, "Is a directory")):
+        with pytest.raises(ConfigError, match=f"^{path}: {why}"):
+            read_file(path)
+
+
+def test_a_binary_file_is_not_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "model.yaml"
+    path.write_bytes(b"\xff\xfe\x00\x01")
+    with pytest.raises(ConfigError, match="not YAML"):
+        read_file(path)
+
+
+def test_every_fault_of_a_file_is_told_at_once() -> None:
+    content = {"model": "m", "server": {"port": -1}, "encode": {"replicas": 0}}
+    with pytest.raises(ConfigError) as error:
+        build(content, "f.yaml")
+    first, second = str(error.value).splitlines()
+    assert first.startswith("f.yaml: server.port: ")
+    assert second.startswith("f.yaml: encode.replicas: ")
+
+
+def test_devices_that_match_are_taken() -> None:
+    decode = {"replicas": 2, "tensor_parallel_size": 2, "devices": [[0, 1], [2, 3]]}
+    assert build(CUDA | {"decode": decode}, "test").decode.devices == ((0, 1), (2, 3))
+
+
+@pytest.mark.parametrize(
+    ("device", "fork_server", "uses"),
+    [("cpu", None, True), ("cpu", True, True), ("cpu", False, False), ("cuda", None, False)],
+)
+def test_cpu_engines_are_forked_unless_told_otherwise(
+    device: str, fork_server: bool | None, uses: bool
+) -> None:
+    content = {"model": "m", "device": device, "engine": {"fork_server": fork_server}}
+    assert build(content, "test").uses_fork_server is uses
+
+
+def test_an_api_key_is_not_shown() -> None:
+    assert "hunter2" not in repr(build({"model": "m", "server": {"api_key": "hunter2"}}, "test"))
+
+
+@pytest.mark.parametrize(
+    ("text", "replicas"),
+    [("1e1p1d", (1, 1, 1)), (" 2E1P13D ", (2, 1, 13)), ("10e2p3d", (10, 2, 3))],
+)
+def test_a_topology_gives_the_replicas(text: str, replicas: tuple[int, int, int]) -> None:
+    stages = zip(("encode", "prefill", "decode"), replicas, strict=True)
+    assert parse_topology(text) == {stage: {"replicas": count} for stage, count in stages}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1e1p", "0e1p1d", "1e00p1d", "1p1e1d", "1e 1p 1d", "-1e1p1d", "1e1p1d1x"]
+)
+def test_a_bad_topology_is_named(text: str) -> None:
+    with pytest.raises(ConfigError, match="expected e") as error:
+        parse_topology(text)
+    assert repr(text) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("base", "over", "merged"),
+    [
+        ({}, {"a": 1}, {"a": 1}),
+        ({"a": 1}, {}, {"a": 1}),
+        ({"a": 1}, {"a": 2}, {"a": 2}),
+        ({"a": {"b": 1, "c": 2}}, {"a": {"c": 3}}, {"a": {"b": 1, "c": 3}}),
+        ({"a": None}, {"a": {"b": 1}}, {"a": {"b": 1}}),
+        ({"a": {"b": 1}}, {"a": 2}, {"a": 2}),
+    ],
+)
+def test_merge_goes_section_by_section(
+    base: dict[str, Any], over: dict[str, Any], merged: dict[str, Any]
+) -> None:
+    before = repr(base)
+    assert merge(base, over) == merged
+    assert repr(base) == before
