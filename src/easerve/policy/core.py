@@ -6,7 +6,7 @@ A late or repeated answer (an old batch, an old attempt, a closed request) is ig
 request is open, nothing is kept but the workers.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil
 from typing import TypeAlias, assert_never
@@ -17,6 +17,7 @@ from easerve.policy.batching import BatchingRule, QueuedItem, Wait
 from easerve.policy.estimates import Estimates
 from easerve.policy.lifecycle import REQUEST, LegState, RequestState
 from easerve.policy.pool import Pool, Worker
+from easerve.policy.queues import Queues
 from easerve.policy.state import Leg, Request
 from easerve.types import NS_PER_S, BatchId, Reason, RequestId, Stage, WorkerId
 
@@ -53,8 +54,7 @@ class Core:
         self.pool = Pool()
         self._requests: dict[RequestId, Request] = {}  # by arrival, so by deadline as well
         self._num_bytes = 0  # of the open requests
-        self._encode_queue: list[QueuedItem] = []
-        self._prefill_queue: list[tuple[Request, Leg]] = []
+        self._queues = Queues()
         self._batches: dict[BatchId, Batch] = {}
         self._last_batch = 0
         self._batch_wait_ns: int | None = None
@@ -82,7 +82,7 @@ class Core:
         times += [
             since + self._limits.worker_wait_ns
             for stage, since in self.pool.starved_since.items()
-            if next(self._waiting_for(stage), None)
+            if next(self._queues.needing(stage), None)
         ]
         if self._batch_wait_ns is not None:
             times.append(self._batch_wait_ns)
@@ -95,7 +95,7 @@ class Core:
 
     def queue_lengths(self) -> dict[Stage, int]:
         """What waits for an engine: items for Encode, legs for Prefill."""
-        return {Stage.ENCODE: len(self._encode_queue), Stage.PREFILL: len(self._prefill_queue)}
+        return {Stage.ENCODE: len(self._queues.items), Stage.PREFILL: len(self._queues.legs)}
 
     # Events -----------------------------------------------------------------------------------
 
@@ -136,9 +136,9 @@ class Core:
             request.state, "prepared with media" if media else "prepared as text"
         )
         if media:
-            self._queue_items(request)
+            self._queues.add_items(request, self._now_ns)
         else:
-            self._queue_legs(request)
+            self._queues.add_legs(request)
 
     def _handle_leg(self, event: PrefillEvent | DecodeEvent) -> None:
         request = self._requests.get(event.request_id)
@@ -192,27 +192,18 @@ class Core:
 
     # Encode -----------------------------------------------------------------------------------
 
-    def _queue_items(self, request: Request) -> None:
-        request.pending = set(range(len(request.items)))
-        self._encode_queue += [
-            QueuedItem(request.request_id, index, item, self._now_ns)
-            for index, item in enumerate(request.items)
-        ]
-
     def _dispatch_encode(self) -> None:
         self._batch_wait_ns = None
-        while self._encode_queue:
-            head = self._requests[self._encode_queue[0].request_id]
+        while self._queues.items:
+            head = self._requests[self._queues.items[0].request_id]
             encoder = self.pool.pick(Stage.ENCODE, head.avoid, idle=self._batching.needs_idle)
             if encoder is None or not self.pool.has(Stage.PREFILL):
                 return
-            decision = self._batching.decide(self._encode_queue, self._now_ns)
+            decision = self._batching.decide(self._queues.items, self._now_ns)
             if isinstance(decision, Wait):
                 self._batch_wait_ns = decision.until_ns
                 return
-            queued = self._encode_queue[: decision.size]
-            del self._encode_queue[: decision.size]
-            self._start_encode(encoder, queued, decision.reason)
+            self._start_encode(encoder, self._queues.take_items(decision.size), decision.reason)
 
     def _start_encode(self, encoder: Worker, queued: list[QueuedItem], reason: str) -> None:
         self._last_batch += 1
@@ -239,7 +230,7 @@ class Core:
             request.pending.remove(entry.index)
             if not request.pending:
                 request.state = REQUEST.next(request.state, "embeddings there")
-                self._queue_legs(request)
+                self._queues.add_legs(request)
 
     def _encode_failed(self, batch_id: BatchId, retryable: bool) -> None:
         batch = self._take_batch(batch_id)
@@ -258,12 +249,10 @@ class Core:
             if request is None:
                 continue
             request.avoid.add(worker_id)
-            if not (retryable and self._may_retry(request)):
+            if retryable and self._may_retry(request):
+                self._queues.put_back(entries)
+            else:
                 self._fail(request, reason)
-                continue
-            self._encode_queue = sorted(
-                [*entries, *self._encode_queue], key=lambda queued: queued.since_ns
-            )
 
     def _take_batch(self, batch_id: BatchId) -> Batch | None:
         batch = self._batches.pop(batch_id, None)
@@ -273,20 +262,10 @@ class Core:
 
     # Prefill and decode -----------------------------------------------------------------------
 
-    def _queue_legs(self, request: Request) -> None:
-        """Every leg that waits for prefill may start now; the first time, they come to be."""
-        if not request.legs:
-            first = LegState.PREFILL_QUEUED
-            request.legs = [Leg(index, first) for index in range(request.num_choices)]
-        self._prefill_queue += [
-            (request, leg) for leg in request.legs if leg.state is LegState.PREFILL_QUEUED
-        ]
-
     def _dispatch_prefill(self) -> None:
         if not self.pool.has(Stage.PREFILL, Stage.DECODE):
             return
-        queue, self._prefill_queue = self._prefill_queue, []
-        for request, leg in queue:
+        for request, leg in self._queues.take_legs():
             planned = request.destination
             worker = self._place(request)
             holds_embeddings = bool(request.items) and planned == worker.worker_id
@@ -347,7 +326,7 @@ class Core:
         for leg in legs:
             self._take_back(request, leg)
             if request.state is RequestState.GENERATING:
-                self._prefill_queue.append((request, leg))
+                self._queues.legs.append((request, leg))
 
     def _take_back(self, request: Request, leg: Leg) -> None:
         self._hand_over(request, leg, None)
@@ -363,8 +342,8 @@ class Core:
         self._take_back(request, leg)
         if first:
             request.state = REQUEST.next(request.state, "embedding missing")
-            self._drop_queued(request)
-            self._queue_items(request)
+            self._queues.drop(request)
+            self._queues.add_items(request, self._now_ns)
 
     def _leg_done(self, request: Request, leg: Leg) -> None:
         self._hand_over(request, leg, None)
@@ -419,7 +398,7 @@ class Core:
         request_id = request.request_id
         del self._requests[request_id]
         self._num_bytes -= request.num_bytes
-        self._drop_queued(request)
+        self._queues.drop(request)
         for leg in request.legs:
             self._hand_over(request, leg, None)
         self.pool.release(request.destination, request_id)
@@ -431,20 +410,6 @@ class Core:
     def _is_orphan(self, batch: Batch) -> bool:
         return not any(entry.request_id in self._requests for entry in batch.items)
 
-    def _drop_queued(self, request: Request) -> None:
-        id_ = request.request_id
-        self._encode_queue = [queued for queued in self._encode_queue if queued.request_id != id_]
-        self._prefill_queue = [queued for queued in self._prefill_queue if queued[0] is not request]
-
-    def _waiting_for(self, stage: Stage) -> Iterator[Request]:
-        """The requests that cannot go on without an engine of a stage."""
-        if stage in (Stage.ENCODE, Stage.PREFILL):
-            for queued in self._encode_queue:
-                yield self._requests[queued.request_id]
-        if stage in (Stage.PREFILL, Stage.DECODE):
-            for request, _ in self._prefill_queue:
-                yield request
-
     def _expire(self) -> None:
         for request in list(self._requests.values()):
             if request.deadline_ns > self._now_ns:
@@ -452,8 +417,8 @@ class Core:
             self._fail(request, Reason.TIMED_OUT, "timed out")
         for stage, since in self.pool.starved_since.items():
             if since + self._limits.worker_wait_ns <= self._now_ns:
-                for request in {r.request_id: r for r in self._waiting_for(stage)}.values():
-                    self._fail(request, Reason.NO_WORKER)
+                for request_id in dict.fromkeys(self._queues.needing(stage)):
+                    self._fail(self._requests[request_id], Reason.NO_WORKER)
 
     def _retry_after_s(self) -> int:
         """Whole seconds until the least loaded prefill worker is through what it holds."""
