@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DEPLOYMENT = ROOT / "examples/tiny-llava.yaml"
-START_TIMEOUT_S = 180.0
+START_TIMEOUT_S = 120.0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -89,7 +89,10 @@ class RealServer:
             assert self.process.poll() is None, self.text
             return "is served at" in self.text
 
-        wait_until(ready, START_TIMEOUT_S, f"ready; printed:\n{self.text}")
+        try:
+            wait_until(ready, START_TIMEOUT_S, "ready")
+        except AssertionError as error:
+            raise AssertionError(f"{error}; it printed:\n{self.text}") from None
         return self
 
     def stop(self, number: signal.Signals = signal.SIGINT) -> int:
