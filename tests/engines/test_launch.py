@@ -188,6 +188,11 @@ def test_engines_talk_on_the_loopback_each_on_a_port_of_its_own() -> None:
         assert spec.env["UCX_NET_DEVICES"] == "lo"
 
 
+def test_the_kernel_cannot_give_an_engines_port_to_another_process() -> None:
+    low, high = map(int, launch.PORT_RANGE.read_text().split())
+    assert all(not low <= port <= high for port in launch._free_ports(50))
+
+
 def test_a_port_in_use_is_not_given_out() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         ports = {spec.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] for spec in specs().values()}

@@ -6,6 +6,7 @@ prefill and decode engines load the language model only (no media allowed, embed
 
 import json
 import os
+import random
 import socket
 import sys
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ ENTRY = "vllm.entrypoints.launchers.api_server.entry"
 SITE = Path(__file__).parent / "site"
 CPU_KV_CACHE_BYTES = 64 << 20
 MAX_SOCKET_PATH = 107  # sun_path of a Unix socket, less the closing zero
+PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 NO_MEDIA = {"image": 0, "video": 0, "audio": 0}
 
 
@@ -180,13 +182,23 @@ def _environment(
 
 
 def _free_ports(count: int) -> list[int]:
-    """Free loopback ports, all different. Another process may still be faster; vLLM then fails."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    try:
-        return [int(each.getsockname()[1]) for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+    """Free loopback ports, all different, outside the range that the kernel hands out.
+
+    Each engine opens dozens of ports from that range while it starts; one that took another's
+    side channel would make that one wait for ever.
+    """
+    low, high = map(int, PORT_RANGE.read_text().split())
+    candidates = list(range(10_000, low)) or list(range(high + 1, 1 << 16))
+    ports: list[int] = []
+    for port in random.SystemRandom().sample(candidates, len(candidates)):
+        if len(ports) == count:
+            return ports
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue
+        ports.append(port)
+    raise ConfigError(f"fewer than {count} free ports outside {low}-{high} on loopback")
 
 
 def fork_server_command(architecture: str, model_type: str) -> tuple[str, ...]:
