@@ -7,11 +7,13 @@ from pathlib import Path
 PATIENCE_S = 5.0
 
 
-def wait_until(holds: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
+def wait_until(
+    holds: Callable[[], object], patience_s: float = PATIENCE_S, what: str = "what was waited for"
+) -> None:
     """Poll until it holds; fails at the deadline."""
     deadline = time.monotonic() + patience_s
     while not holds():
-        assert time.monotonic() < deadline, "did not come true in time"
+        assert time.monotonic() < deadline, f"{what} did not happen in {patience_s:g} s"
         time.sleep(0.02)
 
 

@@ -1,5 +1,6 @@
 """A real server: ``easerve serve`` as a user starts it, with real vLLM engines on this CPU."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -7,12 +8,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from ..processes import wait_until
 
 ROOT = Path(__file__).parents[2]
 DEPLOYMENT = ROOT / "examples/tiny-llava.yaml"
@@ -25,36 +27,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.engines)
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float, what: str) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} within {timeout_s:g} s"
-        time.sleep(0.05)
-
-
-def processes() -> dict[int, tuple[int, str]]:
-    """Every process: pid -> (parent, state)."""
+def parents() -> dict[int, int]:
+    """Every process and its parent."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            _, _, rest = (folder / "stat").read_text().rpartition(")")
-        except OSError:
-            continue
-        state, parent = rest.split()[:2]
-        found[int(folder.name)] = int(parent), state
+        with contextlib.suppress(OSError):
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            found[int(folder.name)] = int(fields[1])
     return found
 
 
 def descendants(pid: int) -> set[int]:
-    tree, found = processes(), {pid}
-    while new := {child for child, (parent, _) in tree.items() if parent in found} - found:
+    tree, found = parents(), {pid}
+    while new := {child for child, parent in tree.items() if parent in found} - found:
         found |= new
     return found - {pid}
-
-
-def alive(pid: int) -> bool:
-    found = processes().get(pid)
-    return found is not None and found[1] != "Z"
 
 
 @dataclass

@@ -20,7 +20,8 @@ from openai import AsyncOpenAI, OpenAI
 from easerve.engines.vllm.launch import SITE
 from easerve.workload import shapes
 
-from .conftest import ROOT, RealServer, wait_until
+from ..processes import wait_until
+from .conftest import ROOT, RealServer
 
 MODEL = "tiny-llava"
 MAX_TOKENS = 24

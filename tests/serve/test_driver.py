@@ -344,6 +344,16 @@ async def test_an_engine_lost_in_the_middle_of_a_stream_ends_it_with_an_error(
     assert streamed.num_done == 1
 
 
+@every_call
+async def test_an_engine_that_fails_and_is_not_healthy_is_given_up(
+    serve: Serve, name: str, call: str, content: Content
+) -> None:
+    server = await serve(TWO_OF_EACH)
+    server.engines[name].dead = True
+    assert answer_of(await server.ask(content)) == expected(content)
+    assert WorkerId(name) not in {engine.worker_id for engine in server.driver.engines()}
+
+
 @pytest.mark.parametrize("name", ["e0", "p0", "d0"])
 async def test_a_new_request_without_an_engine_of_a_stage_is_refused_at_once(
     server: Server, name: str

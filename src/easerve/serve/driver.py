@@ -6,6 +6,7 @@ the embeddings are files in the job's folder, removed when the job ends.
 """
 
 import asyncio
+import contextlib
 import logging
 import shutil
 import time
@@ -34,6 +35,7 @@ from easerve.serve.preparation import PreparationPool
 from easerve.types import NS_PER_S, BatchId, Modality, Reason, RequestId, Shape, Stage, WorkerId
 
 PREPARATION = -1
+PROBE_S = 2.0
 KEPT_TIMELINES = 256
 logger = logging.getLogger("easerve.driver")
 
@@ -116,7 +118,7 @@ class Driver:
     def lose_engine(self, worker_id: WorkerId) -> None:
         """An engine is gone; what it still had to say is not waited for, nor passed on."""
         if self._engines.pop(worker_id, None) is not None:
-            for task in self._calls.pop(worker_id, ()):
+            for task in self._calls.pop(worker_id, set()) - {asyncio.current_task()}:
                 task.cancel()
             self._post(ev.WorkerLost(worker_id))
             self._flush()
@@ -251,8 +253,6 @@ class Driver:
                 job.media = await self._decode_media(job)
             prompt = job.prompt = await self._render(job)
         except EngineError as error:
-            logger.warning("request %s, prepare: %s", job.request_id, error)
-            _blame(job, error)
             self._post(ev.PrepareFailed(job.request_id, retryable=error.retryable))
             return
         except ApiError as error:
@@ -291,8 +291,23 @@ class Driver:
         self._rendering[engine.worker_id] += 1
         try:
             return await engine.render(job.body)
+        except EngineError as error:
+            await self._failed(engine.worker_id, job, error)
+            raise
         finally:
             self._rendering[engine.worker_id] -= 1
+
+    async def _failed(self, worker_id: WorkerId, job: Job | None, error: EngineError) -> None:
+        """Blame the request, or find out whether the engine is gone. A slow one is not."""
+        logger.warning("%s, request %s: %s", worker_id, job.request_id if job else "-", error)
+        if not error.retryable:
+            if job is not None:
+                job.error = ApiError(400, str(error))
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PROBE_S):
+                if worker_id in self._engines and not await self._engines[worker_id].healthy():
+                    self.lose_engine(worker_id)
 
     def _start_encode(self, action: ev.StartEncode) -> None:
         task = asyncio.get_running_loop().create_task(self._encode(action))
@@ -308,9 +323,8 @@ class Driver:
             calls = [self._encode_call(jobs[item.request_id], item) for item in action.items]
             await self._engine(action.worker_id).encode(calls)
         except EngineError as error:
-            logger.warning("batch %d, encode: %s", action.batch_id, error)
-            if len(jobs) == 1:  # of several, nobody knows which is at fault
-                _blame(next(iter(jobs.values())), error)
+            only = jobs.popitem()[1] if len(jobs) == 1 else None  # of several, which is at fault?
+            await self._failed(action.worker_id, only, error)
             self._post(ev.EncodeFailed(action.batch_id, error.retryable))
             return
         except Exception:
@@ -338,8 +352,7 @@ class Driver:
             self._post(ev.EmbeddingMissing(*leg))
             return
         except EngineError as error:
-            logger.warning("request %s, prefill: %s", job.request_id, error)
-            _blame(job, error)
+            await self._failed(action.worker_id, job, error)
             self._post(ev.PrefillFailed(*leg, retryable=error.retryable))
             return
         self._measure("prefill", begin, job)
@@ -366,8 +379,7 @@ class Driver:
                     self._post(ev.FirstToken(*leg))
                 self._deliver(job, action.leg, delta)
         except EngineError as error:
-            logger.warning("request %s, decode: %s", job.request_id, error)
-            _blame(job, error)
+            await self._failed(action.worker_id, job, error)
             self._post(ev.DecodeFailed(*leg, retryable=error.retryable))
             return
         self._measure("decode", begin, job)
@@ -407,9 +419,3 @@ class Driver:
                 after = job.timeline["end"] - job.timeline["ttft"]
                 job.timeline["tpot"] = after / (job.num_output_tokens - 1)
                 self.metrics.tpot.observe(job.timeline["tpot"])
-
-
-def _blame(job: Job, error: EngineError) -> None:
-    """What is the request's fault is the client's error."""
-    if not error.retryable:
-        job.error = ApiError(400, str(error))
