@@ -152,14 +152,22 @@ async def test_an_answer_of_one_token_is_not_decoded(server: Server, content: Co
     assert server.fabric.kv == {}
 
 
-async def test_ids_are_ours_and_the_header_says_so(server: Server) -> None:
-    asked = body("hello", user="mine")
-    whole = await server.client.post(CHAT, json=asked, headers={"x-request-id": "mine"})
+@pytest.mark.parametrize("given", ["mine", "a b", "é", "x" * 129, ""])
+async def test_ids_are_ours_and_a_well_formed_header_is_echoed(server: Server, given: str) -> None:
+    headers = {b"x-request-id": given.encode()}
+    whole = await server.client.post(CHAT, json=body("hello"), headers=headers)
     streamed = await server.stream("hello")
     ids = [whole.json()["id"], streamed.events[0]["id"]]
-    assert ids == [whole.headers["x-request-id"], streamed.headers["x-request-id"]]
     assert len(set(ids)) == 2
     assert all(each.startswith("chatcmpl-") for each in ids)
+    echoed = given if given == "mine" else ids[0]
+    assert [whole.headers["x-request-id"], streamed.headers["x-request-id"]] == [echoed, ids[1]]
+
+
+async def test_hints_for_other_servers_in_a_part_have_no_effect(server: Server) -> None:
+    part = image_part(RED) | {"cache_control": {"type": "ephemeral"}}
+    part["image_url"] |= {"detail": "low", "foo": 1}
+    assert answer_of(await server.ask([part, text_part("which?")])) == answer("which?", RED)
 
 
 async def test_a_uuid_of_the_client_is_no_key(server: Server) -> None:

@@ -79,8 +79,8 @@ async def test_a_call_that_fails_once_is_tried_again(
 @pytest.mark.parametrize(
     ("name", "call", "content", "status", "code"),
     [
-        ("e0", "render", PICTURE, 503, "prepare_failed"),
-        ("p0", "render", TEXT, 503, "prepare_failed"),
+        ("e0", "render", PICTURE, 400, "prepare_failed"),
+        ("p0", "render", TEXT, 400, "prepare_failed"),
         ("e0", "encode", PICTURE, 500, "encode_failed"),
         ("p0", "prefill", PICTURE, 500, "prefill_failed"),
         ("d0", "decode", PICTURE, 500, "decode_failed"),
@@ -103,7 +103,8 @@ async def test_a_call_that_always_fails_is_tried_so_often_and_no_more(
     server.engines[name].failures[call] = [EngineError("a secret of ours", 500)] * 100
     response = await server.ask(content, stream=stream)
     error = error_of(response, status)
-    assert (error["type"], error["code"]) == ("server_error", code)
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    assert (error["type"], error["code"]) == (kind, code)
     assert "secret" not in response.text
     assert response.headers["x-request-id"].startswith("chatcmpl-")
     assert server.num_calls(call) == 1 + max_retries

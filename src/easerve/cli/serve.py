@@ -21,6 +21,7 @@ from easerve.config import GIB, ConfigError, Deployment, build, merge, parse_top
 from easerve.engines.vllm import launch, memory, models
 from easerve.types import Stage, WorkerId
 
+NVIDIA_DRIVER = Path("/dev/nvidiactl")
 console = Console(stderr=True)
 
 
@@ -92,6 +93,8 @@ def dry_run(deployment: Deployment, as_json: bool) -> None:
 
 def run(deployment: Deployment) -> int:
     """Serve until SIGINT or SIGTERM; the exit code."""
+    if deployment.device == "cuda" and not NVIDIA_DRIVER.exists():
+        raise ConfigError("device: cuda, but this machine has no NVIDIA driver (easerve doctor)")
     memory.check(memory.plan(deployment, models.inspect(deployment.model)))
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:

@@ -26,7 +26,7 @@ STOP_GRACE_S = 3.0
 STOP_PATIENCE_S = STOP_GRACE_S + 7.0
 KEPT_LOG_DIRS = 10
 LOG_TAIL_LINES = 12
-EXCEPTION = re.compile(r"\b\w*(?:Error|Exception): .+")
+EXCEPTION = re.compile(r"^(?:\(.+?\) ERROR .+?\] )?(\w*(?:Error|Exception): .+)")
 LOG_ROOT = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "easerve/logs"
 
 
@@ -265,6 +265,6 @@ def tail(log: Path, num_lines: int = LOG_TAIL_LINES) -> str:
         lines = log.read_text(errors="replace").splitlines()
     except OSError as error:
         return f"log: {log} ({error.strerror})"
-    causes = (match.group() for match in map(EXCEPTION.search, lines) if match)
+    causes = (match.group(1) for match in map(EXCEPTION.search, lines) if match)
     shown = [f"log: {log}", *(f"  | {line}" for line in lines[-num_lines:])]
     return "\n".join([*(f"cause: {cause}" for cause in islice(causes, 1)), *shown])

@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import json
+import re
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
@@ -23,6 +24,7 @@ from easerve.serve.driver import Driver, Job
 from easerve.serve.errors import ApiError
 from easerve.types import RequestId
 
+WELL_FORMED_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)  # echoed; our own id is in the body
 OPEN_PATHS = frozenset({"/health", "/ready"})
 
 
@@ -124,7 +126,8 @@ async def _respond(request: Request, driver: Driver, job: Job, asked: chat.Chat)
     """The response, once there is something to say: the first piece, the whole, or an error."""
     ids_wanted = bool(asked.request.return_token_ids)
     answer = chat.Answer(job.request_id, asked.request.model, return_token_ids=ids_wanted)
-    headers = {"x-request-id": job.request_id}
+    given = request.headers.get("x-request-id", "")
+    headers = {"x-request-id": given if WELL_FORMED_ID.fullmatch(given) else job.request_id}
     pieces = job.stream()
     gone = asyncio.create_task(_disconnected(request))
     work = asyncio.create_task(_first(pieces) if asked.request.stream else _all(pieces))
@@ -135,7 +138,7 @@ async def _respond(request: Request, driver: Driver, job: Job, asked: chat.Chat)
             return Response(status_code=499)  # nobody reads it
         deltas = work.result()
     except ApiError as error:
-        return error.response(job.request_id)
+        return error.response(headers)
     except asyncio.CancelledError:
         driver.cancel(job)
         raise

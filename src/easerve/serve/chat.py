@@ -43,22 +43,26 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class TextPart(Strict):
+class Part(BaseModel):
+    """Clients put hints of other servers into parts; what is not known here has no effect."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class TextPart(Part):
     type: Literal["text"]
     text: str
 
 
-class ImageUrl(Strict):
+class ImageUrl(Part):
     url: str
-    detail: str | None = None
 
 
-class ImagePart(Strict):
-    """``uuid`` is accepted and not used: keys are made from the content."""
+class ImagePart(Part):
+    """A ``uuid`` is one of those hints: keys are made from the content."""
 
     type: Literal["image_url"]
     image_url: ImageUrl
-    uuid: str | None = None
 
 
 class Message(Strict):

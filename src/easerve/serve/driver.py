@@ -252,6 +252,7 @@ class Driver:
             if not job.media:
                 job.media = await self._decode_media(job)
             prompt = job.prompt = await self._render(job)
+            job.error = None
         except EngineError as error:
             self._post(ev.PrepareFailed(job.request_id, retryable=error.retryable))
             return
@@ -293,6 +294,10 @@ class Driver:
             return await engine.render(job.body)
         except EngineError as error:
             await self._failed(engine.worker_id, job, error)
+            if error.status == 500 and engine.worker_id in self._engines:
+                # It answers, and is healthy: this is how a chat template fails on messages.
+                text = "The model's chat template cannot render the messages"
+                job.error = ApiError(400, text, code=Reason.PREPARE_FAILED.value)
             raise
         finally:
             self._rendering[engine.worker_id] -= 1

@@ -1,5 +1,6 @@
 """Errors as the OpenAI API words them: one body for all, the cause named, nothing leaked."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,8 +53,8 @@ class ApiError(Exception):
             }
         }
 
-    def response(self, request_id: str | None = None) -> JSONResponse:
-        headers = {} if request_id is None else {"x-request-id": request_id}
+    def response(self, headers: Mapping[str, str] | None = None) -> JSONResponse:
+        headers = dict(headers or {})
         if self.retry_after_s is not None:
             headers["retry-after"] = str(self.retry_after_s)
         return JSONResponse(self.body(), self.status, headers)
