@@ -375,9 +375,10 @@ def test_a_tail_is_the_end_of_a_log_under_its_name(tmp_path: Path) -> None:
 
 def test_the_first_exception_of_a_log_is_shown_as_the_cause(tmp_path: Path) -> None:
     log = tmp_path / "x.log"
-    early = "(core 12) ValueError: no such weights"
+    warning = "(core pid=12) WARNING 11-29 [util.py:1] this may cause OSError: too many files"
+    early = "(core pid=12) ERROR 11-29 [core.py:1] ValueError: no such weights"
     late = "RuntimeError: the core did not start"
-    log.write_text("\n".join([early, *map(str, range(30)), late]))
+    log.write_text("\n".join([warning, early, *map(str, range(30)), late]))
     text = tail(log)
     assert text.startswith("cause: ValueError: no such weights\nlog: ")
     assert text.endswith(f"  | {late}")

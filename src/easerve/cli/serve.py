@@ -93,9 +93,9 @@ def dry_run(deployment: Deployment, as_json: bool) -> None:
 
 def run(deployment: Deployment) -> int:
     """Serve until SIGINT or SIGTERM; the exit code."""
+    memory.check(memory.plan(deployment, models.inspect(deployment.model)))
     if deployment.device == "cuda" and not NVIDIA_DRIVER.exists():
         raise ConfigError("device: cuda, but this machine has no NVIDIA driver (easerve doctor)")
-    memory.check(memory.plan(deployment, models.inspect(deployment.model)))
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         return uvloop.run(_serve(deployment))
