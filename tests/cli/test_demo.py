@@ -27,3 +27,15 @@ def test_a_deployment_that_cannot_be_used_is_a_usage_error(
     assert ended.code == 2
     assert ended.err.startswith("easerve: ")
     assert message in ended.err
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [("tpu", "device: Input should be 'cpu' or 'cuda'"), ("cuda", "no NVIDIA driver")],
+)
+def test_a_device_that_is_not_here_is_a_usage_error(
+    easerve: Easerve, monkeypatch: pytest.MonkeyPatch, device: str, message: str
+) -> None:
+    monkeypatch.setattr("easerve.cli.deploy.NVIDIA_DRIVER", Path("/nonexistent"))
+    ended = easerve("demo", "--device", device)
+    assert (ended.code, message in ended.err) == (2, True)

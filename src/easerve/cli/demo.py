@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from easerve.cli.deploy import Service, service, stop_signals
+from easerve.cli.deploy import Service, check_machine, service, stop_signals
 from easerve.cli.progress import StartProgress
 from easerve.cluster.local import EngineStartError
 from easerve.config import ConfigError, Deployment, build, merge, read_file
@@ -29,6 +29,13 @@ from easerve.workload import shapes
 
 # Next to the package in a checkout: the model's weights are not part of the wheel.
 DEFAULT_DEPLOYMENT = Path(__file__).parents[3] / "examples/tiny-llava.yaml"
+# The three engines of a demo share the first GPU.
+_SHARE = {"devices": [[0]], "gpu_memory_utilization": 0.25}
+ONE_GPU: dict[str, Any] = {
+    "device": "cuda",
+    "engine": {"fork_server": None},
+    **{stage.value: _SHARE for stage in Stage},
+}
 KV_TRANSFER = re.compile(r"^vllm:nixl_xfer_time_seconds_sum(?:\{.*\})? (\S+)$", re.MULTILINE)
 PREVIEW_COLUMNS = 30
 TIMELINE = {
@@ -44,13 +51,16 @@ TIMELINE = {
 }
 
 
-def run(path: Path | None, seed: int | None, as_json: bool) -> int:
+def run(path: Path | None, seed: int | None, device: str | None, as_json: bool) -> int:
     """The exit code: 0 when there was an answer."""
     if path is None and not DEFAULT_DEPLOYMENT.exists():
         raise ConfigError("the demo's model comes with the repository: run it from a checkout")
     path = path or DEFAULT_DEPLOYMENT
     content = merge(read_file(path), {"server": {"port": 0, "host": "127.0.0.1"}})
+    if device is not None:
+        content = merge(content, ONE_GPU if device == "cuda" else {"device": device})
     deployment = build(content, str(path))
+    check_machine(deployment)
     model = Path(deployment.model)
     if not model.is_absolute() and (beside := path.parent.parent / model).is_dir():
         deployment = deployment.model_copy(update={"model": str(beside)})

@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import uvicorn
 
@@ -25,8 +26,15 @@ from easerve.serve.metrics import Metrics
 from easerve.serve.preparation import PreparationPool
 from easerve.types import NS_PER_S, WorkerId
 
+NVIDIA_DRIVER = Path("/dev/nvidiactl")
 KEEP_ALIVE_S = 75
 DRAIN_S = 30
+
+
+def check_machine(deployment: Deployment) -> None:
+    """Raise ConfigError for a device that is not here."""
+    if deployment.device == "cuda" and not NVIDIA_DRIVER.exists():
+        raise ConfigError("device: cuda, but this machine has no NVIDIA driver (easerve doctor)")
 
 
 def make_core(deployment: Deployment) -> Core:

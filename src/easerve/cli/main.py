@@ -104,6 +104,9 @@ def demo(
     seed: Annotated[
         int | None, typer.Option(help="Draw the same picture again; default: a new one.")
     ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cuda: all three engines on the first GPU.")
+    ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Bring up E, P and D on this machine and ask about a picture drawn just now."""
@@ -111,7 +114,7 @@ def demo(
     from easerve.config import ConfigError
 
     try:
-        raise typer.Exit(command.run(deployment, seed, json_output))
+        raise typer.Exit(command.run(deployment, seed, device, json_output))
     except ConfigError as error:
         fail(error, USAGE_ERROR)
 

@@ -14,14 +14,13 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from easerve.cli.deploy import service, stop_signals
+from easerve.cli.deploy import check_machine, service, stop_signals
 from easerve.cli.progress import StartProgress
 from easerve.cluster.local import EngineStartError
 from easerve.config import GIB, ConfigError, Deployment, build, merge, parse_topology, read_file
 from easerve.engines.vllm import launch, memory, models
 from easerve.types import Stage, WorkerId
 
-NVIDIA_DRIVER = Path("/dev/nvidiactl")
 console = Console(stderr=True)
 
 
@@ -94,8 +93,7 @@ def dry_run(deployment: Deployment, as_json: bool) -> None:
 def run(deployment: Deployment) -> int:
     """Serve until SIGINT or SIGTERM; the exit code."""
     memory.check(memory.plan(deployment, models.inspect(deployment.model)))
-    if deployment.device == "cuda" and not NVIDIA_DRIVER.exists():
-        raise ConfigError("device: cuda, but this machine has no NVIDIA driver (easerve doctor)")
+    check_machine(deployment)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         return uvloop.run(_serve(deployment))
