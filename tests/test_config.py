@@ -71,8 +71,15 @@ def test_a_deployment_cannot_be_changed() -> None:
         ("{model: m, policy: {when: slack}}", r"policy.when: Input should be 'none' \(got 'slack"),
         ("{model: m, device: tpu}", r"device: Input should be 'cpu' or 'cuda' \(got 'tpu'\)"),
         ("{model: m, limits: {limit_mm_per_prompt: {image: -1}}}", "limit_mm_per_prompt.image: "),
-        ("{model: m, prefill: {tensor_parallel_size: 2}}", "prefill: .*need device: cuda"),
-        ("{model: m, decode: {devices: [[0]]}}", "decode: .*need device: cuda"),
+        (
+            "{model: m, prefill: {tensor_parallel_size: 2}}",
+            "prefill.tensor_parallel_size needs",
+        ),
+        ("{model: m, gpu_memory: 1GiB}", "gpu_memory needs device: cuda"),
+        ("{model: m, encode: {gpu_memory_utilization: 1}}", "gpu_memory_utilization needs device"),
+        ("{model: m, server: {api_key: ''}}", "server.api_key: .*at least 1"),
+        ("{model: m, limits: {limit_mm_per_prompt: {video: 1}}}", "limit_mm_per_prompt.video: "),
+        ("{model: m, decode: {devices: [[0]]}}", "decode.devices needs device: cuda"),
         (
             "{model: m, device: cuda, engine: {fork_server: true}}",
             "engine.fork_server needs device: cpu",

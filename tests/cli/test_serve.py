@@ -72,7 +72,7 @@ def test_a_bad_file_is_named_with_its_key(easerve: Easerve, tmp_path: Path) -> N
         (("--port", "65536"), "command line: server.port: "),
         (("--device", "tpu"), "device: Input should be 'cpu' or 'cuda'"),
         (("--gpu-memory-utilization", "2"), "encode.gpu_memory_utilization: "),
-        (("--tensor-parallel-size", "2"), "prefill: tensor_parallel_size and devices need device"),
+        (("--tensor-parallel-size", "2"), "prefill.tensor_parallel_size needs device: cuda"),
     ],
 )
 def test_an_option_that_cannot_be_is_named(
@@ -110,7 +110,7 @@ def test_options_are_laid_over_the_file(read: Any, deployment: Path) -> None:
     assert (made.server.host, made.server.port, made.name) == ("::1", 0, "other")
     assert made.server.api_key.get_secret_value() == "secret"
     assert (made.engine.dtype, made.engine.max_model_len) == ("float32", 512)
-    assert made.limits.limit_mm_per_prompt == {"image": 3}
+    assert made.limits.limit_mm_per_prompt.image == 3
 
 
 def test_what_is_not_given_stays_as_the_file_says(read: Any, deployment: Path) -> None:

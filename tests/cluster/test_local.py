@@ -108,6 +108,21 @@ async def test_an_engine_is_asked_until_it_is_healthy(deploy: Make) -> None:
     assert asked == ["decode-0"] * 3
 
 
+async def test_an_engine_that_ends_after_it_was_ready_and_before_the_others_is_an_error(
+    deploy: Make,
+) -> None:
+    async def healthy(spec: EngineSpec) -> bool:
+        if spec.worker_id == "decode-0":
+            return True
+        if "decode-0" in cluster.pids:
+            os.kill(cluster.pids["decode-0"], signal.SIGKILL)
+        return bool(cluster.exits)
+
+    cluster = deploy("", "")
+    with pytest.raises(EngineStartError, match="decode-0 ended with signal 9"):
+        await cluster.up(healthy=healthy)
+
+
 async def test_an_engine_that_ends_at_once_is_an_error_with_the_end_of_its_log(
     deploy: Make,
 ) -> None:

@@ -1,4 +1,5 @@
 import asyncio
+import errno
 import json
 import socket
 from collections.abc import AsyncIterator, Mapping
@@ -226,6 +227,25 @@ async def test_prefill_cannot_be_asked_for_more_tokens_than_its_one(
     assert sampling["max_tokens"] == 9, "the prompt itself is not changed"
 
 
+@pytest.mark.parametrize(
+    ("sampling", "may_end"),
+    [
+        ({"max_tokens": 9, "temperature": 0.0}, True),
+        ({"max_tokens": 9, "temperature": 0.7}, False),
+        ({"max_tokens": 9}, False),
+        ({"max_tokens": 1, "temperature": 0.7}, True),
+    ],
+)
+async def test_a_first_token_that_decode_will_draw_again_cannot_end_the_answer(
+    server: StandIn, engine: VllmEngine, sampling: dict[str, Any], may_end: bool
+) -> None:
+    server.answer = replies(prefilled())
+    await engine.prefill(Prompt([1], sampling | {"stop": ["x"], "stop_token_ids": [7]}), None)
+    sent = server.body["sampling_params"]
+    ends = (["x"], [7], None) if may_end else ([], [], True)
+    assert (sent["stop"], sent["stop_token_ids"], sent.get("ignore_eos")) == ends
+
+
 async def test_an_answer_of_one_token_needs_no_decode(server: StandIn, engine: VllmEngine) -> None:
     server.answer = replies(prefilled(handle=None))
     made = await engine.prefill(Prompt([1], {"max_tokens": 1}), None)
@@ -386,7 +406,7 @@ async def test_an_engine_that_is_gone_is_an_error_that_names_it(
     with pytest.raises(EngineError, match=r"^e-0: .") as error:
         await call(engine, method)
     assert error.value.status is None
-    assert not await engine.healthy()
+    assert await engine.health() is False
 
 
 @every_method
@@ -431,18 +451,28 @@ async def test_healthy_is_what_the_engine_says(
     server: StandIn, engine: VllmEngine, status: int, healthy: bool
 ) -> None:
     server.answer = replies("", status)
-    assert await engine.healthy() is healthy
+    assert await engine.health() is healthy
     assert server.requests == [("/health", None)]
 
 
-async def test_an_engine_that_does_not_answer_is_not_healthy(
+async def test_an_engine_that_does_not_answer_is_neither_healthy_nor_gone(
     server: StandIn, engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "HEALTH_TIMEOUT_S", 0.05)
     server.answer = server.never
-    assert not await engine.healthy()
+    assert await engine.health() is None
     server.answer = breaks_off
-    assert not await engine.healthy()
+    assert await engine.health() is None
+
+
+async def test_an_engine_is_not_gone_because_we_have_no_file_left(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_files(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("asyncio.selector_events.socket.socket", out_of_files)
+    assert await engine.health() is None
 
 
 async def test_metrics_are_the_engines_text(server: StandIn, engine: VllmEngine) -> None:

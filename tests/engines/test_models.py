@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from easerve.config import ConfigError
-from easerve.engines.vllm.models import SPARSE_PLACEHOLDERS, ModelInfo, inspect
+from easerve.engines.vllm.models import ModelInfo, inspect
 
 LLAVA: dict[str, Any] = {
     "architectures": ["LlavaForConditionalGeneration"],
@@ -39,7 +39,6 @@ def test_a_folder_tells_architecture_and_weights(tmp_path: Path) -> None:
     info = inspect(model)
     assert (info.architecture, info.model_type) == ("LlavaForConditionalGeneration", "llava")
     assert (info.encoder_bytes, info.language_bytes) == (14, 1200)
-    assert info.config == LLAVA
 
 
 @pytest.mark.parametrize(
@@ -86,13 +85,13 @@ def test_kv_bytes_per_token(tmp_path: Path, text_config: dict[str, Any], expecte
     nested, flat = tmp_path / "nested", tmp_path / "flat"
     nested.mkdir()
     flat.mkdir()
-    configs = (LLAVA | {"text_config": text}, {"architectures": ["Qwen2VL"], **text})
+    configs = (LLAVA | {"text_config": text}, {"architectures": LLAVA["architectures"], **text})
     for folder, config in zip((nested, flat), configs, strict=True):
         assert inspect(write_model(folder, config)).kv_bytes_per_token == expected
 
 
 def test_kv_bytes_are_unknown_where_the_config_does_not_tell(tmp_path: Path) -> None:
-    config = {"architectures": ["X"], "text_config": {"num_hidden_layers": 3}}
+    config = {"architectures": LLAVA["architectures"], "text_config": {"num_hidden_layers": 3}}
     assert inspect(write_model(tmp_path, config)).kv_bytes_per_token is None
 
 
@@ -107,10 +106,12 @@ def test_a_path_that_is_not_there_is_an_error(model: str) -> None:
     assert repr(model) in str(error.value)
 
 
-@pytest.mark.parametrize("architecture", sorted(SPARSE_PLACEHOLDERS))
-def test_a_model_with_sparse_placeholders_is_refused(tmp_path: Path, architecture: str) -> None:
+@pytest.mark.parametrize(
+    "architecture", ["Gemma3ForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"]
+)
+def test_a_model_that_was_not_run_in_stages_is_refused(tmp_path: Path, architecture: str) -> None:
     model = write_model(tmp_path, {"architectures": [architecture]})
-    with pytest.raises(ConfigError, match=f"{architecture} .*cannot be served by separate stages"):
+    with pytest.raises(ConfigError, match=f"{architecture} cannot be served by separate stages"):
         inspect(model)
 
 
@@ -120,9 +121,9 @@ def test_a_model_with_sparse_placeholders_is_refused(tmp_path: Path, architectur
         (None, "config.json: .*No such file"),
         ("{", "config.json: "),
         ("[]", "config.json"),
-        ("{}", "names no architecture"),
-        ('{"architectures": null}', "names no architecture"),
-        ('{"architectures": []}', "names no architecture"),
+        ("{}", "a model without architecture cannot be served"),
+        ('{"architectures": null}', "a model without architecture cannot be served"),
+        ('{"architectures": []}', "a model without architecture cannot be served"),
     ],
 )
 def test_a_folder_that_is_no_model_is_an_error(

@@ -129,6 +129,20 @@ def test_preparation_is_tried_again_as_often_as_it_may_be() -> None:
     assert scenario.tell(ev.PrepareFailed(R, retryable=True)) == failed(Reason.PREPARE_FAILED)
 
 
+@pytest.mark.parametrize(("num_items", "renders"), [(0, P0), (1, E0)])
+def test_preparation_waits_for_an_engine_of_the_stage_that_renders(
+    num_items: int, renders: WorkerId
+) -> None:
+    scenario = Scenario()
+    scenario.receive(num_items=num_items)
+    lost = ev.WorkerLost(renders)
+    assert scenario.tell(ev.PrepareFailed(R, retryable=True), lost) == []
+    assert scenario.core.next_deadline() == LIMITS.worker_wait_ns
+    assert scenario.tell(joined(renders)) == [ev.Prepare(R)]
+    scenario.tell(lost, ev.PrepareFailed(R, retryable=True))
+    assert scenario.wait(LIMITS.worker_wait_ns) == failed(Reason.NO_WORKER)
+
+
 def test_an_item_is_encoded_again_on_another_encoder() -> None:
     scenario = Scenario(E0, E1, P0, D0)
     scenario.start(num_items=1)

@@ -267,7 +267,10 @@ class Server:
         host, port = self.url.removeprefix("http://").split(":")
         client = Client(*await asyncio.open_connection(host, int(port)))
         content = json.dumps(request).encode()
-        head = f"POST {CHAT} HTTP/1.1\r\nhost: test\r\ncontent-length: {len(content)}\r\n\r\n"
+        head = (
+            f"POST {CHAT} HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(content)}\r\n\r\n"
+        )
         client.writer.write(head.encode() + content)
         await client.writer.drain()
         return client

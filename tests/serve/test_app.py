@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -32,6 +33,9 @@ JSON = {"content-type": "application/json"}
 # Bodies -------------------------------------------------------------------------------------------
 
 
+USER = {"role": "user", "content": "hello"}
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -60,6 +64,43 @@ async def test_a_body_that_is_not_json_is_a_400(server: Server, content: bytes) 
 async def test_a_body_that_is_no_object_is_a_400(server: Server, content: bytes) -> None:
     response = await server.client.post(CHAT, content=content, headers=JSON)
     assert "must be a JSON object" in error_of(response, 400)["message"]
+
+
+@pytest.mark.parametrize("media_type", [None, "text/plain", "application/x-www-form-urlencoded"])
+async def test_what_is_not_declared_json_is_a_415(server: Server, media_type: str | None) -> None:
+    headers = {} if media_type is None else {"content-type": media_type}
+    response = await server.client.post(CHAT, content=json.dumps(body("a")), headers=headers)
+    assert "application/json" in error_of(response, 415)["message"]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [[USER | {"content": [0] * 300_000}], [0] * 300_000, [USER] * 300_000],
+    ids=["bad parts", "bad messages", "messages"],
+)
+async def test_a_body_of_many_mistakes_is_refused_at_the_first(
+    server: Server, messages: list[Any]
+) -> None:
+    begin = time.monotonic()
+    error_of(await server.post(body("a") | {"messages": messages}), 400)
+    assert time.monotonic() - begin < 2
+
+
+async def test_bodies_that_are_being_read_are_bounded_in_all(serve: Serve) -> None:
+    server = await serve(limits={"max_held": 100_000})
+    released = asyncio.Event()
+
+    async def slowly() -> AsyncIterator[bytes]:
+        yield b" " * 90_000
+        await released.wait()
+        yield json.dumps(body("a")).encode()
+
+    reads = [asyncio.create_task(server.client.post(CHAT, content=slowly(), headers=JSON))]
+    await until(lambda: server.open_connections())
+    refused = await server.client.post(CHAT, content=b" " * 90_000, headers=JSON)
+    assert error_of(refused, 429)["code"] == "overloaded"
+    released.set()
+    assert answer_of(await reads[0]) == answer("a")
 
 
 async def test_a_body_with_a_length_over_the_limit_is_a_413(serve: Serve) -> None:
@@ -96,8 +137,6 @@ async def test_a_client_that_leaves_while_it_sends_is_no_error(server: Server) -
 
 # Fields -------------------------------------------------------------------------------------------
 
-USER = {"role": "user", "content": "hello"}
-
 
 @pytest.mark.parametrize(
     ("change", "param"),
@@ -129,7 +168,7 @@ USER = {"role": "user", "content": "hello"}
         ({"stream": True, "stream_options": {"other": True}}, "stream_options.other"),
         ({"foo": 1}, "foo"),
         ({"logprobs": True}, "logprobs"),
-        ({"tools": []}, "tools"),
+        ({"tools": [{}]}, "tools"),
         ({"kv_transfer_params": {}}, "kv_transfer_params"),
         ({"ec_transfer_params": {"folders": ["/"]}}, "ec_transfer_params"),
     ],
@@ -152,6 +191,9 @@ async def test_a_wrong_field_is_a_400_that_names_it(
         {"n": 1},
         {"stream": False},
         {"stream_options": None},
+        {"stream": None, "n": None, "tools": None, "anything": None},
+        {"logprobs": False, "top_logprobs": 0, "tools": [], "tool_choice": "none"},
+        {"response_format": {"type": "text"}},
     ],
 )
 async def test_what_openai_clients_send_is_taken(

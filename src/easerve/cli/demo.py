@@ -61,9 +61,6 @@ def run(path: Path | None, seed: int | None, device: str | None, as_json: bool) 
         content = merge(content, ONE_GPU if device == "cuda" else {"device": device})
     deployment = build(content, str(path))
     check_machine(deployment)
-    model = Path(deployment.model)
-    if not model.is_absolute() and (beside := path.parent.parent / model).is_dir():
-        deployment = deployment.model_copy(update={"model": str(beside)})
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     try:
         result = uvloop.run(_demo(deployment, seed, Console(stderr=as_json)))
@@ -84,8 +81,10 @@ async def _demo(deployment: Deployment, seed: int, console: Console) -> dict[str
     rng = random.Random(seed)  # noqa: S311 (a picture, not a secret)
     scene = shapes.draw(rng)
     question, expected = rng.choice(shapes.questions(scene, rng))
-    picture = Path(tempfile.gettempdir()) / f"easerve-demo-{seed}.png"
-    scene.picture.save(picture)
+    with tempfile.NamedTemporaryFile(
+        prefix="easerve-demo-", suffix=".png", delete=False
+    ) as picture:
+        scene.picture.save(picture)
 
     def stop() -> None:
         if not main.cancelling():
@@ -98,7 +97,7 @@ async def _demo(deployment: Deployment, seed: int, console: Console) -> dict[str
                     progress.close()
                     ready_s = progress.elapsed_s
                     console.print(f"engines ready in {ready_s:.1f} s\n")
-                    console.print(f"picture: {picture} (seed {seed})", soft_wrap=True)
+                    console.print(f"picture: {picture.name} (seed {seed})", soft_wrap=True)
                     console.print(render(scene.picture, console.color_system is not None))
                     console.print(f"question: {question}")
                     await _ask(running, scene.picture, question)  # a first call warms every path
@@ -117,7 +116,7 @@ async def _demo(deployment: Deployment, seed: int, console: Console) -> dict[str
         "expected": expected,
         "correct": correct,
         "question": question,
-        "picture": str(picture),
+        "picture": picture.name,
         "seed": seed,
         "timeline_s": timeline,
         "ready_s": ready_s,
@@ -150,6 +149,8 @@ async def _ask(
         aiohttp.ClientSession(headers=headers) as session,
         session.post(f"{running.address}/v1/chat/completions", json=body) as response,
     ):
+        if response.status != 200:
+            raise EngineError(f"the server answered {response.status}: {await response.text()}")
         request_id = response.headers.get("x-request-id", "")
         async for line in response.content:
             if line.startswith(b"data: {"):
@@ -157,8 +158,6 @@ async def _ask(
                 if "error" in event:
                     raise EngineError(event["error"]["message"])
                 text += event["choices"][0]["delta"]["content"]
-        if response.status != 200:
-            raise EngineError(f"the server answered {response.status}")
     timeline = running.driver.timelines[request_id]
     moved = await _kv_transfer_s(running) - before
     seen = {**timeline, "kv_transfer": moved, "total": timeline["end"]}

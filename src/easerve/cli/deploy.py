@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -17,6 +18,7 @@ from easerve.config import ConfigError, Deployment
 from easerve.costs.linear import LinearCosts
 from easerve.engines.vllm import launch, models
 from easerve.engines.vllm.client import VllmEngine
+from easerve.engines.vllm.launch import EngineSpec
 from easerve.policy.admission import Admission
 from easerve.policy.batching import RULES
 from easerve.policy.core import Core, Limits
@@ -29,6 +31,8 @@ from easerve.types import NS_PER_S, WorkerId
 NVIDIA_DRIVER = Path("/dev/nvidiactl")
 KEEP_ALIVE_S = 75
 DRAIN_S = 30
+HEALTH_PERIOD_S = 1.0
+MAX_OPEN_FILES = 1 << 16
 
 
 def check_machine(deployment: Deployment) -> None:
@@ -58,18 +62,24 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else str(error)
+        number = error.errno or 0  # below zero for a name that has no address
+        reason = os.strerror(number) if number > 0 else error.strerror
         raise ConfigError(f"cannot listen on {host}:{port}: {reason}") from None
 
 
 @dataclass(slots=True)
 class Service:
-    """A deployment that runs. ``ended`` is set when an engine has ended that nobody stopped."""
+    """A deployment that runs."""
 
     deployment: Deployment
     driver: Driver
     cluster: LocalCluster
+    server: uvicorn.Server
     address: str
+
+    def hurry(self) -> None:
+        """End without finishing the open requests."""
+        self.server.force_exit = True
 
 
 class _Server(uvicorn.Server):
@@ -114,29 +124,47 @@ async def service(
             timeout_graceful_shutdown=DRAIN_S,
         )
     )
+    watching: asyncio.Task[None] | None = None
     serving = asyncio.create_task(server.serve([listener]))
     engines = {
         spec.worker_id: VllmEngine(spec.worker_id, spec.stage, spec.socket, deployment.name)
         for spec in cluster.specs
     }
     try:
-        await cluster.start(
-            lambda spec: engines[spec.worker_id].healthy(),
-            deployment.engine.startup_timeout_s,
-            progress,
-        )
+
+        async def healthy(spec: EngineSpec) -> bool:
+            return await engines[spec.worker_id].health() is True
+
+        await cluster.start(healthy, deployment.engine.startup_timeout_s, progress)
         for engine in engines.values():
             driver.add_engine(engine)
+        watching = asyncio.create_task(_watch(driver))
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        yield Service(deployment, driver, cluster, f"http://{shown}:{port}")
+        yield Service(deployment, driver, cluster, server, f"http://{shown}:{port}")
     finally:
+        if watching is not None:
+            watching.cancel()
         server.should_exit = True
         await serving
         await driver.close()
         for engine in engines.values():
             await engine.close()
         await cluster.stop()
+
+
+async def _watch(driver: Driver) -> None:
+    """Notice engines that died while nobody called them."""
+    while True:
+        await asyncio.sleep(HEALTH_PERIOD_S)
+        await asyncio.gather(*(driver.probe(engine.worker_id) for engine in driver.engines()))
+
+
+def raise_file_limit() -> None:
+    """A connection of a client is up to four open files here and in the engines."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(MAX_OPEN_FILES, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
 
 
 def _make_driver(deployment: Deployment, folders: Folders) -> Driver:

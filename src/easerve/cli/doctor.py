@@ -63,9 +63,9 @@ def _vllm() -> Finding:
             continue
         if version.startswith("0.32."):
             return Finding("vllm", OK, f"{name} {version}")
-        hint = f"pip install 'easerve[{extra}]'"
+        hint = f"scripts/install {extra}"
         return Finding("vllm", BAD, f"{name} {version}", f"0.32 is needed: {hint}")
-    hint = "pip install 'easerve[cpu]' or 'easerve[cuda]'"
+    hint = "scripts/install cpu, or scripts/install cuda"
     return Finding("vllm", BAD, "not installed", hint)
 
 

@@ -14,7 +14,13 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from easerve.cli.deploy import check_machine, service, stop_signals
+from easerve.cli.deploy import (
+    Service,
+    check_machine,
+    raise_file_limit,
+    service,
+    stop_signals,
+)
 from easerve.cli.progress import StartProgress
 from easerve.cluster.local import EngineStartError
 from easerve.config import GIB, ConfigError, Deployment, build, merge, parse_topology, read_file
@@ -94,6 +100,7 @@ def run(deployment: Deployment) -> int:
     """Serve until SIGINT or SIGTERM; the exit code."""
     memory.check(memory.plan(deployment, models.inspect(deployment.model)))
     check_machine(deployment)
+    raise_file_limit()
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         return uvloop.run(_serve(deployment))
@@ -105,15 +112,17 @@ def run(deployment: Deployment) -> int:
 async def _serve(deployment: Deployment) -> int:
     stop = asyncio.Event()
     main = asyncio.current_task()
-    ready = False
+    running: Service | None = None
 
     def asked_to_stop() -> None:
-        stop.set()
-        if not ready and main is not None:
+        if running is None and main is not None and not stop.is_set():
             main.cancel()
+        elif running is not None and stop.is_set():
+            running.hurry()
+        stop.set()
 
     def engine_ended(worker_id: WorkerId, code: int) -> None:
-        if ready:  # before that it is an EngineStartError
+        if running is not None:  # before that it is an EngineStartError
             how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             log = running.cluster.folders.logs / f"{worker_id}.log"
             console.print(f"[red]{worker_id} ended ({how})[/red]; its log: {log}", soft_wrap=True)
@@ -121,7 +130,6 @@ async def _serve(deployment: Deployment) -> int:
     with stop_signals(asked_to_stop), StartProgress(console) as progress:
         try:
             async with service(deployment, progress, engine_ended) as running:
-                ready = True
                 progress.close()
                 counts = ", ".join(
                     f"{launch.section_of(deployment, stage).replicas} {stage}" for stage in Stage
@@ -133,7 +141,7 @@ async def _serve(deployment: Deployment) -> int:
                     soft_wrap=True,
                 )
                 await stop.wait()
-                console.print("ending: open requests are finished first")
+                console.print("ending: open requests are finished first; Ctrl-C again ends now")
         except asyncio.CancelledError:
             if not stop.is_set():
                 raise

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from easerve.cluster import supervisor
+from easerve.config import ConfigError
 from easerve.engines.vllm.launch import EngineSpec
 from easerve.types import WorkerId
 
@@ -58,7 +59,18 @@ class Folders:
 
 
 def make_folders(log_root: Path = LOG_ROOT) -> Folders:
-    """Private folders of one deployment; what killed ones left behind is swept first."""
+    """Private folders of one deployment; what killed ones left behind is swept first.
+
+    Raises ConfigError where they cannot be made.
+    """
+    try:
+        log_root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return _make_folders(log_root)
+    except OSError as error:
+        raise ConfigError(f"cannot make the folders of engines: {error}") from None
+
+
+def _make_folders(log_root: Path) -> Folders:
     run_root = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
     if not os.access(run_root, os.W_OK):
         run_root = Path(tempfile.gettempdir())
@@ -68,7 +80,7 @@ def make_folders(log_root: Path = LOG_ROOT) -> Folders:
     shm.mkdir(mode=0o700)
     stamp = time.strftime("%Y%m%d-%H%M%S-") + run.name.removeprefix(supervisor.PREFIX)
     logs = log_root / stamp
-    logs.mkdir(parents=True, mode=0o700)
+    logs.mkdir(mode=0o700)
     running = {folder.name.removeprefix(supervisor.PREFIX) for folder in run_root.iterdir()}
     for old in sorted(log_root.iterdir())[:-KEPT_LOG_DIRS]:
         if old.name.rpartition("-")[2] not in running:
@@ -146,6 +158,8 @@ class LocalCluster:
             )
         waits = [self._until_healthy(spec, healthy, progress) for spec in self.specs]
         await _all_or_first_error(waits)
+        for spec in self.specs:  # one may have ended while another still loaded
+            self._check(spec.worker_id, spec.log)
 
     async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
         """End the engines; returns when nothing of them is left."""

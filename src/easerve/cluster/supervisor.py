@@ -205,8 +205,10 @@ def _children() -> list[int]:
 def make_run_dir(run_root: Path) -> tuple[Path, int]:
     """A private folder and its lock, which is held while this descriptor or a copy is open."""
     run_dir = Path(tempfile.mkdtemp(prefix=PREFIX, dir=run_root))
-    lock = os.open(run_dir / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+    new = run_dir / f"{LOCK}.new"
+    lock = os.open(new, os.O_CREAT | os.O_RDWR, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
+    new.rename(run_dir / LOCK)  # nobody ever sees it unlocked
     return run_dir, lock
 
 

@@ -156,7 +156,7 @@ class FakeEngine:
         finally:
             self.running -= 1
 
-    async def healthy(self) -> bool:
+    async def health(self) -> bool | None:
         return not self.dead
 
     async def metrics(self) -> str:

@@ -117,7 +117,9 @@ class Engine(Protocol):
         """Pull the KV cache and generate. The first piece repeats prefill's token."""
         ...
 
-    async def healthy(self) -> bool: ...
+    async def health(self) -> bool | None:
+        """True: it works. False: it is gone for good. None: it did not say."""
+        ...
 
     async def metrics(self) -> str:
         """The engine's own metrics in Prometheus text form."""

@@ -17,7 +17,7 @@ from easerve.policy.batching import BatchingRule, QueuedItem, Wait
 from easerve.policy.estimates import Estimates
 from easerve.policy.lifecycle import REQUEST, LegState, RequestState
 from easerve.policy.pool import Pool, Worker
-from easerve.policy.queues import Queues
+from easerve.policy.queues import Queues, prepares
 from easerve.policy.state import Leg, Request
 from easerve.types import NS_PER_S, BatchId, Reason, RequestId, Stage, WorkerId
 
@@ -70,6 +70,7 @@ class Core:
             self._handle(event)
         self.pool.note_starved_stages(now_ns)
         self._expire()
+        self._prepare_again()
         self._dispatch_encode()
         self._dispatch_prefill()
         actions, self._actions = self._actions, []
@@ -126,7 +127,7 @@ class Core:
         if isinstance(event, ev.PrepareFailed):
             if event.retryable and self._may_retry(request):
                 request.state = REQUEST.next(request.state, "prepare retried")
-                self._actions.append(ev.Prepare(request.request_id))
+                self._queues.preparations.append(request)
             else:
                 self._fail(request, Reason.PREPARE_FAILED)
             return
@@ -186,9 +187,18 @@ class Core:
             event.can_resume,
             deadline_ns=self._now_ns + self._limits.request_timeout_ns,
             retries_left=self._limits.max_retries,
+            has_media=bool(event.modalities),
         )
         self._num_bytes += event.num_bytes
         self._actions.append(ev.Prepare(event.request_id))
+
+    def _prepare_again(self) -> None:
+        waiting, self._queues.preparations = self._queues.preparations, []
+        for request in waiting:
+            if self.pool.has(prepares(request)):
+                self._actions.append(ev.Prepare(request.request_id))
+            else:
+                self._queues.preparations.append(request)
 
     # Encode -----------------------------------------------------------------------------------
 

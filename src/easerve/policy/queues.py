@@ -1,4 +1,7 @@
-"""What waits for an engine, in order of arrival: items for Encode, legs for Prefill."""
+"""What waits for an engine, in order of arrival: items for Encode, legs for Prefill.
+
+Also requests whose preparation failed; they are prepared again when there is an engine for it.
+"""
 
 from collections.abc import Iterable, Iterator
 
@@ -12,6 +15,7 @@ class Queues:
     def __init__(self) -> None:
         self.items: list[QueuedItem] = []
         self.legs: list[tuple[Request, Leg]] = []
+        self.preparations: list[Request] = []
 
     def add_items(self, request: Request, now_ns: int) -> None:
         """Every media item of a request."""
@@ -45,10 +49,19 @@ class Queues:
         request_id = request.request_id
         self.items = [queued for queued in self.items if queued.request_id != request_id]
         self.legs = [queued for queued in self.legs if queued[0] is not request]
+        self.preparations = [queued for queued in self.preparations if queued is not request]
 
     def needing(self, stage: Stage) -> Iterator[RequestId]:
         """The requests that cannot go on without an engine of a stage."""
+        for request in self.preparations:
+            if prepares(request) is stage:
+                yield request.request_id
         if stage in (Stage.ENCODE, Stage.PREFILL):
             yield from (queued.request_id for queued in self.items)
         if stage in (Stage.PREFILL, Stage.DECODE):
             yield from (request.request_id for request, _ in self.legs)
+
+
+def prepares(request: Request) -> Stage:
+    """The stage whose engines render the prompt of a request."""
+    return Stage.ENCODE if request.has_media else Stage.PREFILL

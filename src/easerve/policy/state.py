@@ -36,6 +36,7 @@ class Request:
     can_resume: bool
     deadline_ns: int
     retries_left: int
+    has_media: bool
     shape: Shape = NOT_PREPARED
     pending: set[int] = field(default_factory=set)
     """Indices of the items that are queued for an encoder or being encoded."""

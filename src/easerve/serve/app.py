@@ -21,16 +21,18 @@ from easerve.config import Deployment
 from easerve.engines.protocol import Delta
 from easerve.serve import chat
 from easerve.serve.driver import Driver, Job
-from easerve.serve.errors import ApiError
-from easerve.types import RequestId
+from easerve.serve.errors import ApiError, ended
+from easerve.types import Reason, RequestId
 
 WELL_FORMED_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)  # echoed; our own id is in the body
+BODY_TIMEOUT_S = 60.0
 OPEN_PATHS = frozenset({"/health", "/ready"})
 
 
 def create_app(deployment: Deployment, driver: Driver) -> FastAPI:
     """The routes. The caller owns the driver, its engines and their life."""
     app = FastAPI(title="EAServe", version=__version__, docs_url=None, redoc_url=None)
+    reader = Reader(int(deployment.limits.max_body), int(deployment.limits.max_held))
     if deployment.server.api_key is not None:
         app.add_middleware(KeyCheck, key=deployment.server.api_key.get_secret_value())
 
@@ -81,8 +83,8 @@ def create_app(deployment: Deployment, driver: Driver) -> FastAPI:
         },
     )
     async def chat_completions(request: Request) -> Response:
-        content, num_bytes = await _read_json(request, int(deployment.limits.max_body))
-        asked = chat.parse(content, deployment.name, deployment.limits.limit_mm_per_prompt)
+        content, num_bytes = await reader.read(request)
+        asked = chat.parse(content, deployment.name, deployment.limits.limit_mm_per_prompt.image)
         job = Job(
             RequestId(f"chatcmpl-{uuid.uuid4().hex}"), asked.body, asked.media_parts, num_bytes
         )
@@ -109,17 +111,42 @@ class KeyCheck:
         await self._app(scope, receive, send)
 
 
-async def _read_json(request: Request, max_bytes: int) -> tuple[Any, int]:
-    """The decoded body and its size, read no further than the limit."""
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > max_bytes:
-            raise ApiError(413, f"The body is larger than {max_bytes} bytes")
-    try:
-        return msgspec.json.decode(body), len(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(400, f"The body is not valid JSON: {error}") from None
+class Reader:
+    """Reads bodies: bounded each, in all those that are being read, and in time."""
+
+    def __init__(self, max_body: int, max_held: int) -> None:
+        self._max_body, self._max_held = max_body, max_held
+        self._held = 0
+
+    async def read(self, request: Request) -> tuple[Any, int]:
+        """The decoded JSON and its size in bytes."""
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != "application/json":
+            raise ApiError(415, "The Content-Type must be application/json")
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared[:20]) > self._max_body:
+            raise self._too_large()
+        body = bytearray()
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                async for piece in request.stream():
+                    body += piece
+                    self._held += len(piece)
+                    if len(body) > self._max_body:
+                        raise self._too_large()
+                    if self._held > self._max_held:
+                        raise ended(Reason.OVERLOADED, retry_after_s=1)
+        except TimeoutError:
+            raise ApiError(408, f"The body did not come within {BODY_TIMEOUT_S:g} s") from None
+        finally:
+            self._held -= len(body)
+        try:
+            return msgspec.json.decode(body), len(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ApiError(400, f"The body is not valid JSON: {error}") from None
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"The body is larger than {self._max_body} bytes")
 
 
 async def _respond(request: Request, driver: Driver, job: Job, asked: chat.Chat) -> Response:

@@ -37,6 +37,18 @@ FORWARDED = frozenset(
 )
 # What OpenAI's clients send that has no bearing on an answer of ours.
 IGNORED = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "store", "user"})
+# Values that ask for nothing, of parameters that are not served yet.
+NO_EFFECT: Mapping[str, Any] = {
+    "logprobs": False,
+    "n": 1,
+    "parallel_tool_calls": True,
+    "response_format": {"type": "text"},
+    "tool_choice": "none",
+    "tools": [],
+    "top_logprobs": 0,
+}
+MAX_MESSAGES = 1000
+MAX_PARTS = 1000
 
 
 class Strict(BaseModel):
@@ -67,7 +79,13 @@ class ImagePart(Part):
 
 class Message(Strict):
     role: Literal["developer", "system", "user", "assistant", "tool"]
-    content: str | list[Annotated[TextPart | ImagePart, Field(discriminator="type")]]
+    content: (
+        str
+        | Annotated[
+            list[Annotated[TextPart | ImagePart, Field(discriminator="type")]],
+            Field(max_length=MAX_PARTS, fail_fast=True),
+        ]
+    )
     name: str | None = None
 
 
@@ -81,10 +99,9 @@ class ChatRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     model: str
-    messages: Annotated[list[Message], Field(min_length=1)]
-    stream: bool = False
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    stream: bool | None = False
     stream_options: StreamOptions | None = None
-    n: Literal[1] | None = 1
     return_token_ids: bool | None = None
 
 
@@ -97,7 +114,7 @@ class Chat:
     media_parts: list[MediaPart] = field(default_factory=list)
 
 
-def parse(content: Any, served_model: str, limits: Mapping[str, int]) -> Chat:
+def parse(content: Any, served_model: str, max_images: int) -> Chat:
     """Validate a decoded JSON body. Raises ApiError naming the field."""
     if not isinstance(content, dict):
         raise ApiError(400, "The body must be a JSON object")
@@ -111,18 +128,16 @@ def parse(content: Any, served_model: str, limits: Mapping[str, int]) -> Chat:
     if request.stream_options and not request.stream:
         raise ApiError(400, "stream_options needs stream: true", "stream_options")
     extra = request.model_extra or {}
-    for name in extra:
-        if name not in FORWARDED | IGNORED:
+    for name, value in extra.items():
+        known = name in FORWARDED or name in IGNORED
+        if not known and value is not None and NO_EFFECT.get(name, ...) != value:
             raise ApiError(400, f"Parameter {name[:200]!r} is not supported", name[:200])
     messages = [message.model_dump(exclude_none=True) for message in request.messages]
-    body = {"messages": messages} | {name: extra[name] for name in extra if name in FORWARDED}
+    body = {"messages": messages} | {name: extra[name] for name in FORWARDED & extra.keys()}
     chat = Chat(request, body, list(_media_parts(messages)))
-    if len(chat.media_parts) > limits.get("image", 0):
-        raise ApiError(
-            400,
-            f"At most {limits.get('image', 0)} image(s) may be provided in one request",
-            "messages",
-        )
+    if len(chat.media_parts) > max_images:
+        message = f"At most {max_images} image(s) may be provided in one request"
+        raise ApiError(400, message, "messages")
     return chat
 
 
@@ -137,7 +152,8 @@ def _media_parts(messages: Sequence[dict[str, Any]]) -> Iterator[MediaPart]:
 
 def _field_error(error: ValidationError) -> ApiError:
     """The problem that lies deepest, with its path as a client would write it."""
-    problem = max(error.errors(), key=lambda each: len(each["loc"]))
+    problems = error.errors(include_url=False, include_context=False, include_input=False)
+    problem = max(problems, key=lambda each: len(each["loc"]))
     path, previous = "", None
     for part in problem["loc"]:
         union_member = part == "str" or (isinstance(part, str) and "[" in part)

@@ -35,7 +35,6 @@ from easerve.serve.preparation import PreparationPool
 from easerve.types import NS_PER_S, BatchId, Modality, Reason, RequestId, Shape, Stage, WorkerId
 
 PREPARATION = -1
-PROBE_S = 2.0
 KEPT_TIMELINES = 256
 logger = logging.getLogger("easerve.driver")
 
@@ -236,7 +235,10 @@ class Driver:
     def _finish(self, job: Job, outcome: str, error: ApiError | None = None) -> None:
         del self._jobs[job.request_id]
         if job.folder is not None:
-            shutil.rmtree(job.folder, ignore_errors=True)
+            gone = job.folder.with_name(f"{job.folder.name}.gone")
+            with contextlib.suppress(OSError):
+                job.folder.rename(gone)  # an encoder that still writes finds no folder
+            shutil.rmtree(gone, ignore_errors=True)
         self._stamp(job, "end")
         self._observe(job, outcome)
         self.timelines[job.request_id] = job.timeline
@@ -252,7 +254,6 @@ class Driver:
             if not job.media:
                 job.media = await self._decode_media(job)
             prompt = job.prompt = await self._render(job)
-            job.error = None
         except EngineError as error:
             self._post(ev.PrepareFailed(job.request_id, retryable=error.retryable))
             return
@@ -294,11 +295,12 @@ class Driver:
             return await engine.render(job.body)
         except EngineError as error:
             await self._failed(engine.worker_id, job, error)
-            if error.status == 500 and engine.worker_id in self._engines:
-                # It answers, and is healthy: this is how a chat template fails on messages.
-                text = "The model's chat template cannot render the messages"
-                job.error = ApiError(400, text, code=Reason.PREPARE_FAILED.value)
-            raise
+            if error.status != 500 or engine.worker_id not in self._engines:
+                raise
+            # It answers, and is healthy: this is how a chat template fails on messages.
+            failed = EngineError("The model's chat template cannot render the messages", 400)
+            await self._failed(engine.worker_id, job, failed)
+            raise failed from None
         finally:
             self._rendering[engine.worker_id] -= 1
 
@@ -309,21 +311,25 @@ class Driver:
             if job is not None:
                 job.error = ApiError(400, str(error))
             return
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(PROBE_S):
-                if worker_id in self._engines and not await self._engines[worker_id].healthy():
-                    self.lose_engine(worker_id)
+        await self.probe(worker_id)
+
+    async def probe(self, worker_id: WorkerId) -> None:
+        """Give up an engine that is gone. One that is slow to say so is not."""
+        engine = self._engines.get(worker_id)
+        if engine is not None and await engine.health() is False:
+            logger.error("%s is gone", worker_id)
+            self.lose_engine(worker_id)
 
     def _start_encode(self, action: ev.StartEncode) -> None:
-        task = asyncio.get_running_loop().create_task(self._encode(action))
+        # Looked up now: a request may end before the task runs.
+        jobs = {item.request_id: self._jobs[item.request_id] for item in action.items}
+        task = asyncio.get_running_loop().create_task(self._encode(action, jobs))
         task.add_done_callback(lambda _: self._batches.pop(action.batch_id))
-        request_ids = frozenset(item.request_id for item in action.items)
-        self._batches[action.batch_id] = task, request_ids
+        self._batches[action.batch_id] = task, frozenset(jobs)
         self._track(action.worker_id, task)
 
-    async def _encode(self, action: ev.StartEncode) -> None:
+    async def _encode(self, action: ev.StartEncode, jobs: dict[RequestId, Job]) -> None:
         begin = self._clock_ns()
-        jobs = {item.request_id: self._jobs[item.request_id] for item in action.items}
         try:
             calls = [self._encode_call(jobs[item.request_id], item) for item in action.items]
             await self._engine(action.worker_id).encode(calls)
@@ -369,6 +375,8 @@ class Driver:
         else:
             job.handles[action.leg, action.attempt] = prefilled.handle
         self._post(ev.PrefillFinished(*leg, final=prefilled.final))
+        if prefilled.final:  # it is delivered: the loss of the engine must not come first
+            self._flush()
 
     async def _decode(self, job: Job, action: ev.StartDecode) -> None:
         assert job.prompt is not None

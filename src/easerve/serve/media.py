@@ -7,10 +7,12 @@ frame in, one frame out: a 4-byte length and msgpack.
 
 import base64
 import binascii
+import ctypes
 import hashlib
 import io
 import re
 import resource
+import signal
 import struct
 import sys
 import urllib.parse
@@ -22,6 +24,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 BACKGROUND = (255, 255, 255)  # under transparent pixels; vLLM's default
 MAX_GROWTH = 24
+PR_SET_PDEATHSIG = 1
 MEMORY_BYTES = 2 << 30
 HEADER = struct.Struct("<I")
 
@@ -120,6 +123,7 @@ def _read(stream: BinaryIO) -> bytes | None:
 
 
 def main() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     limit = int(sys.argv[1])
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     Image.MAX_IMAGE_PIXELS = None  # our own bound is checked first, and is an error, not a warning

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import sys
 
 import msgspec
@@ -9,6 +10,7 @@ import msgspec
 from easerve.serve.media import HEADER, MEMORY_BYTES, Job, MediaError, Picture, Result
 
 TIMEOUT_S = 30.0
+PASSED_ON = ("LANG", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH")  # no secrets to those who decode
 
 
 class PreparationPool:
@@ -54,6 +56,7 @@ class PreparationPool:
             *(sys.executable, "-m", "easerve.serve.media", str(MEMORY_BYTES)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
+            env={name: os.environ[name] for name in PASSED_ON if name in os.environ},
             start_new_session=True,
         )
         self._all = {process for process in self._all if process.returncode is None}

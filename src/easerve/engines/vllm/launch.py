@@ -103,7 +103,8 @@ def _arguments(deployment: Deployment, stage: Stage, address: Path) -> Iterator[
     # Without a size vLLM reserves a share of all memory, on a CPU even for an encoder.
     default_kv_cache = CPU_KV_CACHE_BYTES if cpu else None
     yield from ("--model", deployment.model, "--served-model-name", deployment.name)
-    yield from ("--uds", str(address), "--enable-scale-out", "--dtype", engine.dtype)
+    yield from ("--uds", str(address), "--enable-scale-out", "--disable-uvicorn-access-log")
+    yield from ("--dtype", engine.dtype)
     optional: dict[str, Any] = {
         "--max-model-len": engine.max_model_len,
         "--max-num-seqs": section.max_num_seqs,

@@ -1,7 +1,8 @@
 """The memory plan: what each engine's share of its device holds, from the file and the weights.
 
-An estimate made before anything starts. Weights are exact (file headers), the KV cache is what is
-left; activations are a round figure for CUDA (vLLM profiles them itself when it starts).
+An estimate made before anything starts. Weights come from file headers and are taken to be stored
+in 16 bit; the KV cache is what is left; activations are a round figure for CUDA (vLLM profiles them
+itself when it starts).
 """
 
 from collections.abc import Sequence

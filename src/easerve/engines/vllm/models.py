@@ -1,34 +1,23 @@
 """What has to be known of a model before an engine starts: its architecture and its weights.
 
-Read from the model's folder without vLLM or torch. A model that is not a folder is a hub name;
-the engines load it, and only what its folder would have told is unknown here.
+Read from the model's folder, or from the hub, without vLLM or torch. Where neither can be read the
+engines will find out, and the memory plan has gaps.
 """
 
 import json
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from easerve.config import ConfigError
 
-# Their placeholders are not one run of equal tokens, which tokens-in requests cannot say
-# (vllm 0.32, entrypoints/scale_out/token_in_token_out/protocol.py, PlaceholderRangeInfo).
-SPARSE_PLACEHOLDERS = frozenset(
-    {
-        "Gemma3ForConditionalGeneration",
-        "Gemma3nForConditionalGeneration",
-        "Idefics3ForConditionalGeneration",
-        "InternS1ForConditionalGeneration",
-        "MiniCPMV",
-        "Mistral3ForConditionalGeneration",
-        "MllamaForConditionalGeneration",
-        "MolmoForCausalLM",
-        "PaliGemmaForConditionalGeneration",
-        "PixtralForConditionalGeneration",
-    }
-)
+# What was run and compared: placeholders are one run of equal tokens, which is all that tokens-in
+# requests can say (vllm 0.32, token_in_token_out/protocol.py, PlaceholderRangeInfo), and neither
+# prefill nor decode needs anything of a picture but its embedding (M-RoPE models need its grid).
+HUB_TIMEOUT_S = 5
+SERVED = ("LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration")
 ENCODER_PREFIXES = (
     "audio_tower.",
     "image_newline",
@@ -51,40 +40,46 @@ class ModelInfo:
     encoder_bytes: int | None = None
     language_bytes: int | None = None
     kv_bytes_per_token: int | None = None
-    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 def inspect(model: str) -> ModelInfo:
-    """Read a model's folder. Raises ConfigError for a model that cannot be served."""
+    """Read a model's folder, or its configuration on the hub where that can be reached.
+
+    Raises ConfigError for a model that cannot be served.
+    """
     folder = Path(model)
-    if not folder.is_dir():
-        looks_like_path = model.startswith((".", "/", "~")) or model.count("/") != 1
-        if looks_like_path:
-            raise ConfigError(f"model {model!r}: no such folder, and not a hub name (owner/name)")
+    if folder.is_dir():
+        file = folder / "config.json"
+    elif model.startswith((".", "/", "~")) or model.count("/") != 1:
+        raise ConfigError(f"model {model!r}: no such folder, and not a hub name (owner/name)")
+    elif (file_ := _from_hub(model)) is None:
         return ModelInfo()
+    else:
+        file = file_
     try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
+        config = json.loads(file.read_text())
+        architecture = next(iter(config.get("architectures") or ()), None)
+    except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"model {model!r}: config.json: {error}") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"model {model!r}: config.json: expected a mapping")
-    architecture = next(iter(config.get("architectures") or ()), None)
-    if architecture is None:
-        raise ConfigError(f"model {model!r}: config.json names no architecture")
-    if architecture in SPARSE_PLACEHOLDERS:
+    if architecture not in SERVED:
         raise ConfigError(
-            f"model {model!r}: {architecture} mixes text into its media placeholders, which "
-            "tokens-in requests cannot express; it cannot be served by separate stages"
+            f"model {model!r}: {architecture or 'a model without architecture'} cannot be served "
+            f"by separate stages yet; what can: {', '.join(SERVED)}"
         )
     encoder, language = _weight_bytes(folder)
     return ModelInfo(
-        architecture,
-        config.get("model_type"),
-        encoder,
-        language,
-        _kv_bytes_per_token(config),
-        config,
+        architecture, config.get("model_type"), encoder, language, _kv_bytes_per_token(config)
     )
+
+
+def _from_hub(model: str) -> Path | None:
+    """The configuration of a model on the hub; None where there is no hub."""
+    try:
+        from huggingface_hub import hf_hub_download
+
+        return Path(hf_hub_download(model, "config.json", etag_timeout=HUB_TIMEOUT_S))
+    except Exception:  # not installed, offline, unknown, gated: the engines will say
+        return None
 
 
 def _weight_bytes(folder: Path) -> tuple[int | None, int | None]:
