@@ -104,7 +104,9 @@ class Limits(Section):
     max_requests: Positive = 256
     max_body: ByteSize = ByteSize(32 * MIB)
     max_held: ByteSize = ByteSize(256 * MIB)
-    """Request bodies held at once, in all; decoded pictures are at most about 32 times that."""
+    """Request bodies held at once, in all."""
+    max_decoded: ByteSize = ByteSize(GIB)
+    """Decoded pictures held at once, in all."""
     max_image_pixels: Positive = 16_000_000
     limit_mm_per_prompt: MediaLimits = MediaLimits()
     max_retries: Annotated[int, Field(ge=0)] = 2

@@ -185,7 +185,9 @@ class Server:
         self.core: Core = make_core(deployment)
         limits = deployment.limits
         inline = InlinePreparation(limits.preparation_workers, limits.max_image_pixels)
-        self.driver = Driver(self.core, preparation or inline, folder, Metrics())
+        self.driver = Driver(
+            self.core, preparation or inline, folder, Metrics(), int(limits.max_decoded)
+        )
         self.fabric = Fabric()
         self.engines: dict[str, FakeEngine] = {}
         self._names = engines

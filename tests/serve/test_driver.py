@@ -387,6 +387,18 @@ async def test_an_answer_of_one_token_is_not_given_twice_when_its_engine_is_lost
     assert response.json()["usage"]["completion_tokens"] == 1
 
 
+async def test_decoded_pictures_are_bounded_in_all(serve: Serve) -> None:
+    server = await serve(limits={"max_decoded": 300})  # one of them is some 150 bytes
+    server.hold("encode")
+    held = [asyncio.create_task(server.ask(PICTURE)) for _ in range(2)]
+    await until(lambda: server.num_calls("encode") == len(held) or any(t.done() for t in held))
+    responses = [await server.ask(ask_about("which?", GREEN)) for _ in range(2)]
+    assert {response.status_code for response in responses} == {429}
+    server.release()
+    assert ANSWER in [answer_of(r) for r in await asyncio.gather(*held) if r.status_code == 200]
+    assert answer_of(await server.ask(PICTURE)) == ANSWER
+
+
 async def test_an_encoder_that_is_late_leaves_no_folder(server: Server) -> None:
     server.hold("encode")
     task = asyncio.create_task(server.ask(PICTURE))

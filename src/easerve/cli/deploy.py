@@ -172,7 +172,8 @@ def _make_driver(deployment: Deployment, folders: Folders) -> Driver:
     preparation = PreparationPool(limits.preparation_workers, limits.max_image_pixels)
     embeddings = folders.shm / "ec"
     embeddings.mkdir()
-    return Driver(make_core(deployment), preparation, embeddings, Metrics())
+    core = make_core(deployment)
+    return Driver(core, preparation, embeddings, Metrics(), int(limits.max_decoded))
 
 
 def _make_cluster(

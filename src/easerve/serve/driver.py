@@ -72,6 +72,7 @@ class Job:
     error: ApiError | None = None
     withdrawn: bool = False
     received_ns: int = 0
+    decoded_bytes: int = 0
     num_output_tokens: int = 0
     timeline: dict[str, float] = field(default_factory=dict)
 
@@ -84,7 +85,10 @@ class Job:
 
 
 class Driver:
-    """Drives one core. ``folder`` holds the embeddings of the open requests."""
+    """Drives one core. ``folder`` holds the embeddings of the open requests.
+
+    ``max_decoded_bytes`` bounds the decoded pictures that are held at once, in all.
+    """
 
     def __init__(
         self,
@@ -92,10 +96,12 @@ class Driver:
         preparation: PreparationPool,
         folder: Path,
         metrics: Metrics,
+        max_decoded_bytes: int,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.core, self.metrics = core, metrics
         self._preparation, self._folder, self._clock_ns = preparation, folder, clock_ns
+        self._max_decoded_bytes, self._decoded_bytes = max_decoded_bytes, 0
         self._engines: dict[WorkerId, Engine] = {}
         self._rendering: dict[WorkerId, int] = {}
         self._jobs: dict[RequestId, Job] = {}
@@ -234,6 +240,7 @@ class Driver:
 
     def _finish(self, job: Job, outcome: str, error: ApiError | None = None) -> None:
         del self._jobs[job.request_id]
+        self._decoded_bytes -= job.decoded_bytes
         if job.folder is not None:
             gone = job.folder.with_name(f"{job.folder.name}.gone")
             with contextlib.suppress(OSError):
@@ -267,21 +274,27 @@ class Driver:
 
     async def _decode_media(self, job: Job) -> list[Media]:
         """Every part at once; the first one at fault, in the request's order, is the error."""
-        pictures = await asyncio.gather(
-            *(self._preparation.prepare(part.url) for part in job.media_parts),
-            return_exceptions=True,
+        decoded = await asyncio.gather(
+            *(self._decode_part(job, part) for part in job.media_parts), return_exceptions=True
         )
-        media = []
-        for part, picture in zip(job.media_parts, pictures, strict=True):
-            if isinstance(picture, MediaError):
-                raise ApiError(400, f"{part.path}: {picture}", part.path)
-            if isinstance(picture, BaseException):
-                raise picture
-            part.part.clear()
-            part.part.update(type="image_url", image_url={"url": picture.url}, uuid=picture.key)
-            part.url = ""
-            media.append(Media(picture.key, "image_url", picture.url))
+        media = [each for each in decoded if isinstance(each, Media)]
+        for failure in (each for each in decoded if isinstance(each, BaseException)):
+            raise failure
         return media
+
+    async def _decode_part(self, job: Job, part: MediaPart) -> Media:
+        try:
+            picture = await self._preparation.prepare(part.url)
+        except MediaError as error:
+            raise ApiError(400, f"{part.path}: {error}", part.path) from None
+        if self._decoded_bytes and self._decoded_bytes + len(picture.url) > self._max_decoded_bytes:
+            raise ended(Reason.OVERLOADED, retry_after_s=1)
+        job.decoded_bytes += len(picture.url)
+        self._decoded_bytes += len(picture.url)
+        part.part.clear()
+        part.part.update(type="image_url", image_url={"url": picture.url}, uuid=picture.key)
+        part.url = ""
+        return Media(picture.key, "image_url", picture.url)
 
     async def _render(self, job: Job) -> Prompt:
         """On the engine of the right stage that renders least; media go to encoders only."""
