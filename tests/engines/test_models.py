@@ -1,7 +1,9 @@
 import json
 import struct
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -95,8 +97,28 @@ def test_kv_bytes_are_unknown_where_the_config_does_not_tell(tmp_path: Path) -> 
     assert inspect(write_model(tmp_path, config)).kv_bytes_per_token is None
 
 
-def test_of_a_hub_name_nothing_is_known() -> None:
-    assert inspect("llava-hf/llava-v1.6-34b-hf") == ModelInfo()
+@pytest.fixture
+def hub_cache(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Model to the path of its cached configuration."""
+    cached: dict[str, str] = {}
+    hub = ModuleType("huggingface_hub")
+    vars(hub)["try_to_load_from_cache"] = lambda model, _: cached.get(model)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    return cached
+
+
+def test_of_a_hub_model_that_is_not_cached_nothing_is_known(hub_cache: dict[str, str]) -> None:
+    assert inspect("owner/name") == ModelInfo()
+    assert hub_cache == {}
+
+
+def test_a_cached_hub_model_is_like_a_folder(tmp_path: Path, hub_cache: dict[str, str]) -> None:
+    hub_cache["owner/name"] = f"{write_model(tmp_path)}/config.json"
+    write_weights(tmp_path / "model.safetensors", {"vision_tower.w": 8})
+    assert inspect("owner/name") == inspect(str(tmp_path))
+    write_model(tmp_path, {"architectures": ["Other"]})
+    with pytest.raises(ConfigError, match="Other cannot be served"):
+        inspect("owner/name")
 
 
 @pytest.mark.parametrize("model", ["/no/such/folder", "./nosuch", "~/nosuch", "nosuch", "a/b/c"])

@@ -136,6 +136,7 @@ async def service(
             return await engines[spec.worker_id].health() is True
 
         await cluster.start(healthy, deployment.engine.startup_timeout_s, progress)
+        models.inspect(deployment.model)  # of a hub model more is known now
         for engine in engines.values():
             driver.add_engine(engine)
         watching = asyncio.create_task(_watch(driver))

@@ -1,7 +1,7 @@
 """What has to be known of a model before an engine starts: its architecture and its weights.
 
-Read from the model's folder, or from the hub, without vLLM or torch. Where neither can be read the
-engines will find out, and the memory plan has gaps.
+Read from the model's folder, or from the hub's cache, without vLLM or torch. Of a hub model that
+was never downloaded nothing is known until the engines have loaded it.
 """
 
 import json
@@ -16,7 +16,6 @@ from easerve.config import ConfigError
 # What was run and compared: placeholders are one run of equal tokens, which is all that tokens-in
 # requests can say (vllm 0.32, token_in_token_out/protocol.py, PlaceholderRangeInfo), and neither
 # prefill nor decode needs anything of a picture but its embedding (M-RoPE models need its grid).
-HUB_TIMEOUT_S = 5
 SERVED = ("LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration")
 ENCODER_PREFIXES = (
     "audio_tower.",
@@ -43,7 +42,7 @@ class ModelInfo:
 
 
 def inspect(model: str) -> ModelInfo:
-    """Read a model's folder, or its configuration on the hub where that can be reached.
+    """Read a model's folder, or what the hub's cache on this machine has of it.
 
     Raises ConfigError for a model that cannot be served.
     """
@@ -52,10 +51,10 @@ def inspect(model: str) -> ModelInfo:
         file = folder / "config.json"
     elif model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise ConfigError(f"model {model!r}: no such folder, and not a hub name (owner/name)")
-    elif (file_ := _from_hub(model)) is None:
-        return ModelInfo()
+    elif (cached := _in_hub_cache(model)) is not None:
+        file, folder = cached, cached.parent
     else:
-        file = file_
+        return ModelInfo()
     try:
         config = json.loads(file.read_text())
         architecture = next(iter(config.get("architectures") or ()), None)
@@ -72,14 +71,15 @@ def inspect(model: str) -> ModelInfo:
     )
 
 
-def _from_hub(model: str) -> Path | None:
-    """The configuration of a model on the hub; None where there is no hub."""
+def _in_hub_cache(model: str) -> Path | None:
+    """The configuration of a hub model, once something has downloaded it."""
     try:
-        from huggingface_hub import hf_hub_download
+        from huggingface_hub import try_to_load_from_cache
 
-        return Path(hf_hub_download(model, "config.json", etag_timeout=HUB_TIMEOUT_S))
-    except Exception:  # not installed, offline, unknown, gated: the engines will say
+        path = try_to_load_from_cache(model, "config.json")
+    except (ImportError, ValueError):  # comes with vLLM; refuses what is no model's name
         return None
+    return Path(path) if isinstance(path, str) else None
 
 
 def _weight_bytes(folder: Path) -> tuple[int | None, int | None]:
