@@ -72,6 +72,7 @@ def test_a_bad_file_is_named_with_its_key(easerve: Easerve, tmp_path: Path) -> N
         (("--port", "65536"), "command line: server.port: "),
         (("--device", "tpu"), "device: Input should be 'cpu' or 'cuda'"),
         (("--gpu-memory-utilization", "2"), "encode.gpu_memory_utilization: "),
+        (("--json",), "--json goes with --dry-run"),
         (("--tensor-parallel-size", "2"), "prefill.tensor_parallel_size needs device: cuda"),
     ],
 )

@@ -33,7 +33,7 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def options(
-    _: Annotated[
+    version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
@@ -86,6 +86,8 @@ def serve(
             "tensor_parallel_size": tensor_parallel_size,
             "gpu_memory_utilization": gpu_memory_utilization,
         }
+    if json_output and not dry_run:
+        fail("--json goes with --dry-run", USAGE_ERROR)
     try:
         deployment = command.read(source, topology, limit_mm_per_prompt, over)
         if dry_run:
