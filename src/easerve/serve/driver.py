@@ -334,7 +334,7 @@ class Driver:
             self.lose_engine(worker_id)
 
     def _start_encode(self, action: ev.StartEncode) -> None:
-        # Looked up now: a request may end before the task runs.
+        # Looked up now; a request of a shared batch may end before the task runs.
         jobs = {item.request_id: self._jobs[item.request_id] for item in action.items}
         task = asyncio.get_running_loop().create_task(self._encode(action, jobs))
         task.add_done_callback(lambda _: self._batches.pop(action.batch_id))
@@ -344,7 +344,8 @@ class Driver:
     async def _encode(self, action: ev.StartEncode, jobs: dict[RequestId, Job]) -> None:
         begin = self._clock_ns()
         try:
-            calls = [self._encode_call(jobs[item.request_id], item) for item in action.items]
+            wanted = [item for item in action.items if item.request_id in self._jobs]
+            calls = [self._encode_call(jobs[item.request_id], item) for item in wanted]
             await self._engine(action.worker_id).encode(calls)
         except EngineError as error:
             only = jobs.popitem()[1] if len(jobs) == 1 else None  # of several, which is at fault?
