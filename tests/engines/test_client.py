@@ -227,6 +227,14 @@ async def test_prefill_cannot_be_asked_for_more_tokens_than_its_one(
     assert sampling["max_tokens"] == 9, "the prompt itself is not changed"
 
 
+async def test_a_limit_that_vllm_leaves_out_is_its_default(
+    server: StandIn, engine: VllmEngine
+) -> None:
+    server.answer = replies({"token_ids": [1], "features": None, "sampling_params": {}})
+    prompt = await engine.render({"messages": []})
+    assert (prompt.max_new_tokens, prompt.sampling) == (16, {"max_tokens": 16})
+
+
 @pytest.mark.parametrize(
     ("sampling", "may_end"),
     [

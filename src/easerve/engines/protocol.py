@@ -61,7 +61,7 @@ class Prompt:
 
     @property
     def max_new_tokens(self) -> int:
-        return int(self.sampling.get("max_tokens") or 1)
+        return int(self.sampling["max_tokens"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,9 @@ _encode = (
     msgspec.json.encode
 )  # pictures are megabytes; the standard library takes ten times as long
 MAX_LINE_BYTES = 1 << 24
+# vLLM leaves out of its JSON what has its default value (sampling_params.py), but reads a missing
+# max_tokens as "up to the model's length".
+DEFAULT_MAX_TOKENS = 16
 NO_KV_YET: Mapping[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -61,7 +64,7 @@ class VllmEngine:
         found = _items(features or {})
         return Prompt(
             token_ids,
-            reply["sampling_params"],
+            {"max_tokens": DEFAULT_MAX_TOKENS, **reply["sampling_params"]},
             features,
             tuple(item for _, item in found),
             tuple(token_ids[offset] for offset, _ in found),
