@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 from typing import Any
 
@@ -184,3 +185,24 @@ def test_merge_goes_section_by_section(
     before = repr(base)
     assert merge(base, over) == merged
     assert repr(base) == before
+
+
+@pytest.mark.parametrize(("given", "name"), [(None, "../model"), ("short", "short")])
+def test_a_models_folder_is_seen_from_the_file_and_its_name_does_not_depend_on_the_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None, name: str
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "files").mkdir()
+    path = tmp_path / "files" / "d.yaml"
+    path.write_text(json.dumps({"model": "../model", "served_model_name": given}))
+    for place in (tmp_path, tmp_path / "files", Path("/")):
+        monkeypatch.chdir(place)
+        deployment = build(read_file(path), str(path))
+        assert Path(deployment.model).resolve() == tmp_path / "model"
+        assert deployment.name == name
+
+
+def test_a_model_that_is_no_folder_beside_the_file_stays_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "d.yaml"
+    path.write_text("model: owner/name")
+    assert read_file(path) == {"model": "owner/name"}

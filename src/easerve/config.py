@@ -185,7 +185,10 @@ def read_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: expected a mapping with at least the key 'model'")
     model = content.get("model")
     if model and isinstance(model, str) and (path.parent / model).is_dir():
-        content["model"] = os.path.relpath(path.parent / model)  # it is named from the file
+        # It is named from the file. Clients use that name, wherever the server is started.
+        content["model"] = os.path.relpath(path.parent / model)
+        if content.get("served_model_name") is None:
+            content["served_model_name"] = model
     return content
 
 
