@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from easerve.cli.deploy import Service, check_machine, service, stop_signals
+from easerve.cli.deploy import Service, service, stop_signals
 from easerve.cli.progress import StartProgress
 from easerve.cluster.local import EngineStartError
 from easerve.config import ConfigError, Deployment, build, merge, read_file
@@ -60,7 +60,6 @@ def run(path: Path | None, seed: int | None, device: str | None, as_json: bool) 
     if device is not None:
         content = merge(content, ONE_GPU if device == "cuda" else {"device": device})
     deployment = build(content, str(path))
-    check_machine(deployment)
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     try:
         result = uvloop.run(_demo(deployment, seed, Console(stderr=as_json)))
@@ -81,10 +80,6 @@ async def _demo(deployment: Deployment, seed: int, console: Console) -> dict[str
     rng = random.Random(seed)  # noqa: S311 (a picture, not a secret)
     scene = shapes.draw(rng)
     question, expected = rng.choice(shapes.questions(scene, rng))
-    with tempfile.NamedTemporaryFile(
-        prefix="easerve-demo-", suffix=".png", delete=False
-    ) as picture:
-        scene.picture.save(picture)
 
     def stop() -> None:
         if not main.cancelling():
@@ -96,8 +91,9 @@ async def _demo(deployment: Deployment, seed: int, console: Console) -> dict[str
                 async with service(deployment, progress, lambda *_: None) as running:
                     progress.close()
                     ready_s = progress.elapsed_s
+                    picture = _save(scene.picture)
                     console.print(f"engines ready in {ready_s:.1f} s\n")
-                    console.print(f"picture: {picture.name} (seed {seed})", soft_wrap=True)
+                    console.print(f"picture: {picture} (seed {seed})", soft_wrap=True)
                     console.print(render(scene.picture, console.color_system is not None))
                     console.print(f"question: {question}")
                     await _ask(running, scene.picture, question)  # a first call warms every path
@@ -116,12 +112,19 @@ async def _demo(deployment: Deployment, seed: int, console: Console) -> dict[str
         "expected": expected,
         "correct": correct,
         "question": question,
-        "picture": picture.name,
+        "picture": picture,
         "seed": seed,
         "timeline_s": timeline,
         "ready_s": ready_s,
         "model": deployment.name,
     }
+
+
+def _save(picture: Image.Image) -> str:
+    """The path of a new file that stays."""
+    with tempfile.NamedTemporaryFile(prefix="easerve-demo-", suffix=".png", delete=False) as file:
+        picture.save(file)
+    return file.name
 
 
 async def _ask(

@@ -16,7 +16,7 @@ import uvicorn
 from easerve.cluster.local import Folders, ForkServerSpec, LocalCluster, make_folders
 from easerve.config import ConfigError, Deployment
 from easerve.costs.linear import LinearCosts
-from easerve.engines.vllm import launch, models
+from easerve.engines.vllm import launch, memory, models
 from easerve.engines.vllm.client import VllmEngine
 from easerve.engines.vllm.launch import EngineSpec
 from easerve.policy.admission import Admission
@@ -35,10 +35,13 @@ HEALTH_PERIOD_S = 1.0
 MAX_OPEN_FILES = 1 << 16
 
 
-def check_machine(deployment: Deployment) -> None:
-    """Raise ConfigError for a device that is not here."""
+def check(deployment: Deployment) -> models.ModelInfo:
+    """What is known of the model; ConfigError for what cannot run here."""
+    info = models.inspect(deployment.model)
+    memory.check(memory.plan(deployment, info))
     if deployment.device == "cuda" and not NVIDIA_DRIVER.exists():
         raise ConfigError("device: cuda, but this machine has no NVIDIA driver (easerve doctor)")
+    return info
 
 
 def make_core(deployment: Deployment) -> Core:
@@ -100,7 +103,7 @@ async def service(
 
     Leaving drains the open requests, then ends the engines and removes every trace of them.
     """
-    info = models.inspect(deployment.model)
+    info = check(deployment)
     listener = listen(deployment.server.host, deployment.server.port)
     folders = make_folders()
     driver = _make_driver(deployment, folders)
@@ -136,7 +139,8 @@ async def service(
             return await engines[spec.worker_id].health() is True
 
         await cluster.start(healthy, deployment.engine.startup_timeout_s, progress)
-        models.inspect(deployment.model)  # of a hub model more is known now
+        if info.architecture is None:
+            models.inspect(deployment.model)  # the engines have downloaded it
         for engine in engines.values():
             driver.add_engine(engine)
         watching = asyncio.create_task(_watch(driver))

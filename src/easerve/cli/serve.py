@@ -6,7 +6,7 @@ import logging
 import shlex
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from rich.table import Table
 
 from easerve.cli.deploy import (
     Service,
-    check_machine,
     raise_file_limit,
     service,
     stop_signals,
@@ -60,24 +59,31 @@ def _given(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def dry_run(deployment: Deployment, as_json: bool) -> None:
-    """Print what would be started and how the memory would be used."""
-    info = models.inspect(deployment.model)
+    """Print what would be started and how the memory would be used; then whether it would fit."""
     specs = launch.engine_specs(deployment, Path("/run/easerve"), Path("/var/log/easerve"))
-    plan = memory.plan(deployment, info)
+    plan = memory.plan(deployment, models.inspect(deployment.model))
     if as_json:
-        engines = [
-            {
-                "name": spec.worker_id,
-                "stage": spec.stage,
-                "devices": list(spec.devices),
-                "env": dict(spec.env),
-                "command": spec.command(),
-            }
-            for spec in specs
-        ]
-        print(json.dumps({"engines": engines, "memory": [row.as_dict() for row in plan]}))
-        memory.check(plan)
-        return
+        _print_json(specs, plan)
+    else:
+        _print_tables(specs, plan)
+    memory.check(plan)
+
+
+def _print_json(specs: Sequence[launch.EngineSpec], plan: Sequence[memory.Row]) -> None:
+    engines = [
+        {
+            "name": spec.worker_id,
+            "stage": spec.stage,
+            "devices": list(spec.devices),
+            "env": dict(spec.env),
+            "command": spec.command(),
+        }
+        for spec in specs
+    ]
+    print(json.dumps({"engines": engines, "memory": [row.as_dict() for row in plan]}))
+
+
+def _print_tables(specs: Sequence[launch.EngineSpec], plan: Sequence[memory.Row]) -> None:
     for spec in specs:
         env = " ".join(f"{name}={shlex.quote(value)}" for name, value in spec.env.items())
         print(f"# {spec.worker_id}\n{env} \\\n  {shlex.join(spec.command())}\n")
@@ -93,13 +99,10 @@ def dry_run(deployment: Deployment, as_json: bool) -> None:
             "?" if row.kv_tokens is None else f"{row.kv_tokens:,}",
         )
     Console().print(table)
-    memory.check(plan)
 
 
 def run(deployment: Deployment) -> int:
     """Serve until SIGINT or SIGTERM; the exit code."""
-    memory.check(memory.plan(deployment, models.inspect(deployment.model)))
-    check_machine(deployment)
     raise_file_limit()
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:

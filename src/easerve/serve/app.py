@@ -176,7 +176,8 @@ async def _respond(request: Request, driver: Driver, job: Job, asked: chat.Chat)
     if not asked.request.stream:
         return JSONResponse(answer.whole(deltas), headers=headers)
     options = asked.request.stream_options
-    events = _events(answer, deltas, pieces, bool(options and options.include_usage))
+    include_usage = bool(options and options.include_usage)
+    events = _events(answer, _chain(deltas, pieces), include_usage)
     return EventStream(events, headers, partial(driver.cancel, job))
 
 
@@ -197,19 +198,12 @@ class EventStream(StreamingResponse):
 
 
 async def _events(
-    answer: chat.Answer,
-    first: list[tuple[int, Delta]],
-    rest: AsyncIterator[tuple[int, Delta]],
-    include_usage: bool,
+    answer: chat.Answer, pieces: AsyncIterator[tuple[int, Delta]], include_usage: bool
 ) -> AsyncIterator[str]:
     """The answer as server-sent events; an error is the last but one."""
     seen: set[int] = set()
     try:
-        for leg, delta in first:
-            seen.add(leg)
-            yield _event(answer.role_chunk(leg))
-            yield _event(answer.chunk(leg, delta))
-        async for leg, delta in rest:
+        async for leg, delta in pieces:
             if leg not in seen:
                 seen.add(leg)
                 yield _event(answer.role_chunk(leg))
@@ -223,6 +217,15 @@ async def _events(
 
 def _event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+async def _chain(
+    first: list[tuple[int, Delta]], rest: AsyncIterator[tuple[int, Delta]]
+) -> AsyncIterator[tuple[int, Delta]]:
+    for piece in first:
+        yield piece
+    async for piece in rest:
+        yield piece
 
 
 async def _first(pieces: AsyncIterator[tuple[int, Delta]]) -> list[tuple[int, Delta]]:

@@ -25,9 +25,8 @@ HEALTH_TIMEOUT_S = 2.0
 NOBODY_LISTENS = (errno.ECONNREFUSED, errno.ENOENT)
 KEEPALIVE_S = 30.0  # below VLLM_HTTP_TIMEOUT_KEEP_ALIVE
 JSON = {"content-type": "application/json"}
-_encode = (
-    msgspec.json.encode
-)  # pictures are megabytes; the standard library takes ten times as long
+# Pictures are megabytes; the standard library takes several times as long.
+_encode = msgspec.json.encode
 MAX_LINE_BYTES = 1 << 24
 # vLLM leaves out of its JSON what has its default value (sampling_params.py), but reads a missing
 # max_tokens as "up to the model's length".
