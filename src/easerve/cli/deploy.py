@@ -31,6 +31,7 @@ from easerve.types import NS_PER_S, WorkerId
 NVIDIA_DRIVER = Path("/dev/nvidiactl")
 KEEP_ALIVE_S = 75
 DRAIN_S = 30
+HURRY_S = 2.0
 HEALTH_PERIOD_S = 1.0
 MAX_OPEN_FILES = 1 << 16
 
@@ -81,8 +82,9 @@ class Service:
     address: str
 
     def hurry(self) -> None:
-        """End without finishing the open requests."""
-        self.server.force_exit = True
+        """End without finishing the open requests, nor waiting long for slow clients."""
+        self.driver.end_requests()
+        asyncio.get_running_loop().call_later(HURRY_S, setattr, self.server, "force_exit", True)
 
 
 class _Server(uvicorn.Server):

@@ -149,12 +149,16 @@ class Driver:
             job.withdrawn = True
             self._post(ev.ClientCancelled(job.request_id))
 
-    async def close(self) -> None:
-        """End every open request. The engines belong to the caller."""
+    def end_requests(self) -> None:
+        """End every open request; their clients get an error."""
         for job in self._jobs.values():
             job.error = ended(Reason.WORKER_LOST)
             self.cancel(job)
         self._flush()
+
+    async def close(self) -> None:
+        """End every open request and the preparation. The engines belong to the caller."""
+        self.end_requests()
         if self._timer is not None:
             self._timer.cancel()
         await self._preparation.close()
