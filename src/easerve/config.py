@@ -49,12 +49,25 @@ class Engine(Section):
     dtype: str = "auto"
     max_model_len: Positive | None = None
     trust_remote_code: bool = False
+    chat_template: str | None = None
+    """A file with a chat template, instead of the model's own."""
+    tool_call_parser: str | None = None
+    enable_auto_tool_choice: bool = False
+    reasoning_parser: str | None = None
+    mm_processor_kwargs: dict[str, Any] = {}
+    """How the model's processor treats media, e.g. ``{max_pixels: 1000000}``; for all requests."""
     startup_timeout_s: Seconds = 600
     extra_args: tuple[str, ...] = ()
     fork_server: bool | None = None
     """Fork engines from one process that has imported vLLM (CPU only). None: on a CPU, yes."""
     cpu_threads: Positive = 1
     """OpenMP threads of each engine on a CPU; no matter on GPUs."""
+
+    @model_validator(mode="after")
+    def _tool_choice_has_a_parser(self) -> Self:
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            raise ValueError("enable_auto_tool_choice needs a tool_call_parser")
+        return self
 
 
 class StageSection(Section):
@@ -183,6 +196,9 @@ def read_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not YAML: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected a mapping with at least the key 'model'")
+    engine = content.get("engine")
+    if isinstance(engine, dict) and isinstance(template := engine.get("chat_template"), str):
+        content["engine"] = {**engine, "chat_template": os.path.relpath(path.parent / template)}
     model = content.get("model")
     if model and isinstance(model, str) and (path.parent / model).is_dir():
         # It is named from the file. Clients use that name, wherever the server is started.

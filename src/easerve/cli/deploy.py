@@ -132,7 +132,9 @@ async def service(
     watching: asyncio.Task[None] | None = None
     serving = asyncio.create_task(server.serve([listener]))
     engines = {
-        spec.worker_id: VllmEngine(spec.worker_id, spec.stage, spec.socket, deployment.name)
+        spec.worker_id: VllmEngine(
+            spec.worker_id, spec.stage, spec.socket, deployment.name, info.media_at_prefill
+        )
         for spec in cluster.specs
     }
     try:
@@ -189,7 +191,7 @@ def _make_cluster(
     info: models.ModelInfo,
     on_exit: Callable[[WorkerId, int], None],
 ) -> LocalCluster:
-    specs = launch.engine_specs(deployment, folders.run, folders.logs)
+    specs = launch.engine_specs(deployment, folders.run, folders.logs, info.media_at_prefill)
     fork_server = None
     if deployment.uses_fork_server:
         argv = launch.fork_server_command(info.architecture or "", info.model_type or "")

@@ -59,8 +59,19 @@ def serve(
     gpu_memory_utilization: Annotated[
         float | None, typer.Option(help="Share of a GPU for each engine.")
     ] = None,
+    chat_template: Annotated[
+        str | None, typer.Option(help="A file, instead of the model's own template.")
+    ] = None,
+    tool_call_parser: Annotated[str | None, typer.Option(help="As vLLM's, e.g. hermes.")] = None,
+    enable_auto_tool_choice: Annotated[
+        bool | None, typer.Option("--enable-auto-tool-choice", help="As vLLM's.")
+    ] = None,
+    reasoning_parser: Annotated[str | None, typer.Option(help="As vLLM's, e.g. qwen3.")] = None,
     limit_mm_per_prompt: Annotated[
         str | None, typer.Option(help="Media per request, e.g. '{\"image\": 4}'.")
+    ] = None,
+    mm_processor_kwargs: Annotated[
+        str | None, typer.Option(help="As vLLM's, e.g. '{\"max_pixels\": 1000000}'.")
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print launch lines and memory plan, start nothing.")
@@ -74,11 +85,20 @@ def serve(
     from easerve.cli import serve as command
     from easerve.config import ConfigError
 
+    if json_output and not dry_run:
+        fail("--json goes with --dry-run", USAGE_ERROR)
     over: dict[str, Any] = {
         "served_model_name": served_model_name,
         "device": device,
         "server": {"host": host, "port": port, "api_key": api_key},
-        "engine": {"dtype": dtype, "max_model_len": max_model_len},
+        "engine": {
+            "dtype": dtype,
+            "max_model_len": max_model_len,
+            "chat_template": chat_template,
+            "tool_call_parser": tool_call_parser,
+            "enable_auto_tool_choice": enable_auto_tool_choice,
+            "reasoning_parser": reasoning_parser,
+        },
         "encode": {"gpu_memory_utilization": gpu_memory_utilization},
     }
     for stage in ("prefill", "decode"):
@@ -86,10 +106,12 @@ def serve(
             "tensor_parallel_size": tensor_parallel_size,
             "gpu_memory_utilization": gpu_memory_utilization,
         }
-    if json_output and not dry_run:
-        fail("--json goes with --dry-run", USAGE_ERROR)
     try:
-        deployment = command.read(source, topology, limit_mm_per_prompt, over)
+        limit = command.json_option("limit-mm-per-prompt", limit_mm_per_prompt)
+        over["limits"] = {"limit_mm_per_prompt": limit}
+        processor = command.json_option("mm-processor-kwargs", mm_processor_kwargs)
+        over["engine"]["mm_processor_kwargs"] = processor
+        deployment = command.read(source, topology, over)
         if dry_run:
             command.dry_run(deployment, json_output)
         else:

@@ -29,24 +29,21 @@ from easerve.types import Stage, WorkerId
 console = Console(stderr=True)
 
 
-def read(
-    source: str, topology: str | None, limit_mm: str | None, over: Mapping[str, Any]
-) -> Deployment:
+def read(source: str, topology: str | None, over: Mapping[str, Any]) -> Deployment:
     """The deployment: a file or a model, with the command line's options laid over it."""
     is_file = source.endswith((".yaml", ".yml"))
     content = read_file(Path(source)) if is_file else {"model": source}
     if topology is not None:
         content = merge(content, parse_topology(topology))
-    if limit_mm is not None:
-        content = merge(content, {"limits": {"limit_mm_per_prompt": _json_option(limit_mm)}})
     return build(merge(content, _given(over)), source if is_file else "command line")
 
 
-def _json_option(text: str) -> Any:
+def json_option(name: str, text: str | None) -> Any:
+    """The value of an option that is JSON, as vLLM's are."""
     try:
-        return json.loads(text)
+        return None if text is None else json.loads(text)
     except ValueError:
-        raise ConfigError(f"--limit-mm-per-prompt: not JSON: {text!r}") from None
+        raise ConfigError(f"--{name}: not JSON: {text!r}") from None
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,8 +57,10 @@ def _given(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def dry_run(deployment: Deployment, as_json: bool) -> None:
     """Print what would be started and how the memory would be used; then whether it would fit."""
-    specs = launch.engine_specs(deployment, Path("/run/easerve"), Path("/var/log/easerve"))
-    plan = memory.plan(deployment, models.inspect(deployment.model))
+    info = models.inspect(deployment.model)
+    run, logs = Path("/run/easerve"), Path("/var/log/easerve")
+    specs = launch.engine_specs(deployment, run, logs, info.media_at_prefill)
+    plan = memory.plan(deployment, info)
     if as_json:
         _print_json(specs, plan)
     else:

@@ -91,8 +91,8 @@ class FakeEngine:
     async def render(self, body: Mapping[str, Any]) -> Prompt:
         self._begin("render")
         await self._work("render", 0.0)
-        text, keys = [], []
-        for message in body["messages"]:
+        text, keys = str(body.get("prompt", "")).split(), []
+        for message in body.get("messages", ()):
             parts = message["content"]
             for part in [{"type": "text", "text": parts}] if isinstance(parts, str) else parts:
                 if part["type"] == "text":
@@ -127,10 +127,10 @@ class FakeEngine:
         await self._work("prefill", self._costs.prefill_s(len(prompt.token_ids)))
         answer = words(str(prompt.sampling["prompt"]), [item.key for item in prompt.items])
         if prompt.max_new_tokens <= 1:
-            return Prefilled(Delta(answer[0], (100,), "length"), final=True)
+            return Prefilled(answer=Delta(answer[0], (100,), "length"))
         handle = next(self._fabric.handles)
         self._fabric.kv[handle] = "".join(answer)
-        return Prefilled(Delta(answer[0], (100,), "length"), False, {"handle": handle}, 0.0)
+        return Prefilled({"handle": handle}, load_s=0.0)
 
     async def decode(self, prompt: Prompt, handle: Mapping[str, Any]) -> AsyncIterator[Delta]:
         self._fabric.uses[handle["handle"]] += 1

@@ -5,11 +5,23 @@ for prompts with media, on a prefill engine for text) and ``healthy``.
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
 from easerve.types import MediaItem, Stage, WorkerId
+
+
+class Route(StrEnum):
+    """Who turns decode's tokens into the chunks of an answer.
+
+    TEXT: decode sends text, the router wraps it. OPENAI: decode's own OpenAI route does, which
+    knows how to parse tool calls and reasoning.
+    """
+
+    TEXT = "text"
+    OPENAI = "openai"
 
 
 class EngineError(Exception):
@@ -50,7 +62,8 @@ class Prompt:
 
     ``token_ids`` is the expanded prompt. ``features`` are vLLM's hashes and placeholders (None for
     text), ``items`` the same in prompt order, ``placeholders`` the token that stands for each.
-    ``sampling`` are vLLM's sampling parameters.
+    ``sampling`` are vLLM's sampling parameters. ``body`` is the request as it was rendered.
+    ``route``: who makes the answer's chunks; ``stream``: whether they are wanted one by one.
     """
 
     token_ids: Sequence[int]
@@ -58,10 +71,20 @@ class Prompt:
     features: Mapping[str, Any] | None = None
     items: tuple[MediaItem, ...] = ()
     placeholders: tuple[int, ...] = ()
+    body: Mapping[str, Any] = field(default_factory=dict)
+    route: Route = Route.TEXT
+    stream: bool = True
 
     @property
     def max_new_tokens(self) -> int:
         return int(self.sampling["max_tokens"])
+
+    def for_leg(self, leg: int) -> "Prompt":
+        """The prompt of one choice: of several with a seed, each has its own (as in vLLM)."""
+        seed = self.sampling.get("seed")
+        if leg == 0 or seed is None:
+            return self
+        return replace(self, sampling={**self.sampling, "seed": seed + leg})
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,25 +98,31 @@ class EncodeCall:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A piece of an answer. ``finish_reason`` is set on the last one only."""
+    """A piece of an answer. ``finish_reason`` is set on the last one only.
+
+    ``logprobs``: OpenAI's chat form, one entry per token. On Route.OPENAI a piece is ``choice``, as
+    OpenAI's API has it (a chunk's, or the whole one), and ``usage`` follows the last one.
+    """
 
     text: str
     token_ids: Sequence[int] = ()
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    logprobs: Sequence[Mapping[str, Any]] | None = None
+    choice: Mapping[str, Any] | None = None
+    usage: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """What prefill made: the first token, and the single-use handle of the KV cache.
+    """What prefill made: the single-use handle of the KV cache, or the answer.
 
-    ``final``: the first token ended the answer and there is nothing to decode. ``load_s``: how
-    long the engine took to read the embeddings, where it says so.
+    ``answer``: the first token, when it ended the answer and there is nothing to decode.
+    ``load_s``: how long the engine took to read the embeddings, where it says so.
     """
 
-    first: Delta
-    final: bool
     handle: Mapping[str, Any] = field(default_factory=dict)
+    answer: Delta | None = None
     load_s: float | None = None
 
 
@@ -102,7 +131,7 @@ class Engine(Protocol):
     stage: Stage
 
     async def render(self, body: Mapping[str, Any]) -> Prompt:
-        """Chat template and tokens of an OpenAI chat request; runs no model."""
+        """Tokens of an OpenAI request (``messages`` or a ``prompt``); runs no model."""
         ...
 
     async def encode(self, calls: Sequence[EncodeCall]) -> None:

@@ -6,12 +6,12 @@ import json
 import re
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
-from functools import partial
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -19,9 +19,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from easerve import __version__
 from easerve.config import Deployment
 from easerve.engines.protocol import Delta
-from easerve.serve import chat
-from easerve.serve.driver import Driver, Job
+from easerve.serve import chat, completions
+from easerve.serve.answers import Answer, ChatAnswer, CompletionAnswer
+from easerve.serve.driver import Driver, Job, Output, pieces
 from easerve.serve.errors import ApiError, ended
+from easerve.serve.request import Asked
 from easerve.types import Reason, RequestId
 
 WELL_FORMED_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)  # echoed; our own id is in the body
@@ -73,25 +75,27 @@ def create_app(deployment: Deployment, driver: Driver) -> FastAPI:
         model = {"id": deployment.name, "object": "model", "created": 0, "owned_by": "easerve"}
         return {"object": "list", "data": [model]}
 
-    @app.post(
-        "/v1/chat/completions",
-        openapi_extra={
-            "requestBody": {
-                "required": True,
-                "content": {"application/json": {"schema": chat.ChatRequest.model_json_schema()}},
-            }
-        },
-    )
+    @app.post("/v1/chat/completions", openapi_extra=_body_schema(chat.ChatRequest))
     async def chat_completions(request: Request) -> Response:
         content, num_bytes = await reader.read(request)
-        asked = chat.parse(content, deployment.name, deployment.limits.limit_mm_per_prompt.image)
-        job = Job(
-            RequestId(f"chatcmpl-{uuid.uuid4().hex}"), asked.body, asked.media_parts, num_bytes
+        limit = deployment.limits.limit_mm_per_prompt.image
+        asked = chat.parse(
+            content, deployment.name, limit, deployment.engine.reasoning_parser is not None
         )
-        driver.submit(job)
-        return await _respond(request, driver, job, asked)
+        return await _respond(request, driver, asked, num_bytes, "chatcmpl", ChatAnswer)
+
+    @app.post("/v1/completions", openapi_extra=_body_schema(completions.CompletionRequest))
+    async def text_completions(request: Request) -> Response:
+        content, num_bytes = await reader.read(request)
+        asked = completions.parse(content, deployment.name)
+        return await _respond(request, driver, asked, num_bytes, "cmpl", CompletionAnswer)
 
     return app
+
+
+def _body_schema(kind: type[BaseModel]) -> dict[str, Any]:
+    content = {"application/json": {"schema": kind.model_json_schema()}}
+    return {"requestBody": {"required": True, "content": content}}
 
 
 class KeyCheck:
@@ -149,36 +153,67 @@ class Reader:
         return ApiError(413, f"The body is larger than {self._max_body} bytes")
 
 
-async def _respond(request: Request, driver: Driver, job: Job, asked: chat.Chat) -> Response:
+def _jobs(asked: Asked, request_id: str, num_bytes: int) -> list[Job]:
+    """One job per prompt; they share a queue of outputs."""
+    outputs: asyncio.Queue[Output] = asyncio.Queue()
+    several = len(asked.bodies) > 1
+    return [
+        Job(
+            RequestId(f"{request_id}-{number}" if several else request_id),
+            body,
+            asked.media_parts,
+            num_bytes // len(asked.bodies),
+            asked.num_choices,
+            asked.route,
+            asked.stream,
+            number * asked.num_choices,
+            outputs,
+        )
+        for number, body in enumerate(asked.bodies)
+    ]
+
+
+async def _respond(
+    request: Request,
+    driver: Driver,
+    asked: Asked,
+    num_bytes: int,
+    prefix: str,
+    kind: type[Answer],
+) -> Response:
     """The response, once there is something to say: the first piece, the whole, or an error."""
-    ids_wanted = bool(asked.request.return_token_ids)
-    answer = chat.Answer(job.request_id, asked.request.model, return_token_ids=ids_wanted)
+    request_id = f"{prefix}-{uuid.uuid4().hex}"
     given = request.headers.get("x-request-id", "")
-    headers = {"x-request-id": given if WELL_FORMED_ID.fullmatch(given) else job.request_id}
-    pieces = job.stream()
+    headers = {"x-request-id": given if WELL_FORMED_ID.fullmatch(given) else request_id}
+    jobs = _jobs(asked, request_id, num_bytes)
+    answer = kind(asked, request_id, jobs)
+
+    def cancel() -> None:
+        for job in jobs:
+            driver.cancel(job)
+
+    for job in jobs:
+        driver.submit(job)
+    stream = pieces(jobs[0].outputs, len(jobs))
     gone = asyncio.create_task(_disconnected(request))
-    work = asyncio.create_task(_first(pieces) if asked.request.stream else _all(pieces))
+    work = asyncio.create_task(_first(stream) if asked.stream else _all(stream))
+    done = False
     try:
         await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
-            driver.cancel(job)
             return Response(status_code=499)  # nobody reads it
-        deltas = work.result()
+        found = work.result()
+        done = True
     except ApiError as error:
         return error.response(headers)
-    except asyncio.CancelledError:
-        driver.cancel(job)
-        raise
     finally:
         gone.cancel()
         work.cancel()
-    answer.prompt_token_ids = job.prompt.token_ids if job.prompt else ()
-    if not asked.request.stream:
-        return JSONResponse(answer.whole(deltas), headers=headers)
-    options = asked.request.stream_options
-    include_usage = bool(options and options.include_usage)
-    events = _events(answer, _chain(deltas, pieces), include_usage)
-    return EventStream(events, headers, partial(driver.cancel, job))
+        if not done:
+            cancel()
+    if not asked.stream:
+        return JSONResponse(answer.whole(found), headers=headers)
+    return EventStream(_events(answer, _chain(found, stream)), headers, cancel)
 
 
 class EventStream(StreamingResponse):
@@ -197,18 +232,13 @@ class EventStream(StreamingResponse):
             self._close()
 
 
-async def _events(
-    answer: chat.Answer, pieces: AsyncIterator[tuple[int, Delta]], include_usage: bool
-) -> AsyncIterator[str]:
+async def _events(answer: Answer, stream: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[str]:
     """The answer as server-sent events; an error is the last but one."""
-    seen: set[int] = set()
     try:
-        async for leg, delta in pieces:
-            if leg not in seen:
-                seen.add(leg)
-                yield _event(answer.role_chunk(leg))
-            yield _event(answer.chunk(leg, delta))
-        if include_usage:
+        async for choice, delta in stream:
+            for chunk in answer.chunks(choice, delta):
+                yield _event(chunk)
+        if answer.asked.include_usage:
             yield _event(answer.usage_chunk())
     except ApiError as error:
         yield _event(error.body())
@@ -228,12 +258,12 @@ async def _chain(
         yield piece
 
 
-async def _first(pieces: AsyncIterator[tuple[int, Delta]]) -> list[tuple[int, Delta]]:
-    return [await anext(pieces)]
+async def _first(stream: AsyncIterator[tuple[int, Delta]]) -> list[tuple[int, Delta]]:
+    return [await anext(stream)]
 
 
-async def _all(pieces: AsyncIterator[tuple[int, Delta]]) -> list[tuple[int, Delta]]:
-    return [piece async for piece in pieces]
+async def _all(stream: AsyncIterator[tuple[int, Delta]]) -> list[tuple[int, Delta]]:
+    return [piece async for piece in stream]
 
 
 async def _disconnected(request: Request) -> None:

@@ -12,10 +12,10 @@ import shutil
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any, TypeAlias, assert_never
 
 from easerve.engines.protocol import (
     Delta,
@@ -25,6 +25,7 @@ from easerve.engines.protocol import (
     EngineError,
     Media,
     Prompt,
+    Route,
 )
 from easerve.policy import events as ev
 from easerve.policy.core import Core
@@ -51,22 +52,29 @@ class MediaPart:
     path: str
 
 
+Output: TypeAlias = tuple[int, Delta] | ApiError | None
+
+
 @dataclass(slots=True)
 class Job:
-    """One request on its way. ``timeline``: stamps in seconds since it was received."""
+    """One prompt on its way. ``timeline``: stamps in seconds since it was received.
+
+    Jobs of one request share ``outputs``; their choices are numbered from ``first_choice`` on.
+    """
 
     request_id: RequestId
     body: dict[str, Any]
     media_parts: list[MediaPart]
     num_bytes: int
     num_choices: int = 1
+    route: Route = Route.TEXT
+    stream: bool = True
+    first_choice: int = 0
+    outputs: asyncio.Queue[Output] = field(default_factory=asyncio.Queue)
     media: list[Media] = field(default_factory=list)
     prompt: Prompt | None = None
     folder: Path | None = None
     handles: dict[tuple[int, int], Mapping[str, Any]] = field(default_factory=dict)
-    outputs: asyncio.Queue[tuple[int, Delta] | ApiError | None] = field(
-        default_factory=asyncio.Queue
-    )
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     """What runs for each leg now (PREPARATION: for all). A new attempt ends the old one's."""
     error: ApiError | None = None
@@ -76,11 +84,19 @@ class Job:
     num_output_tokens: int = 0
     timeline: dict[str, float] = field(default_factory=dict)
 
-    async def stream(self) -> AsyncIterator[tuple[int, Delta]]:
-        """The answer, piece by piece with its leg. Raises ApiError when there is none."""
-        while (output := await self.outputs.get()) is not None:
-            if isinstance(output, ApiError):
-                raise output
+
+async def pieces(outputs: asyncio.Queue[Output], num_jobs: int) -> AsyncIterator[tuple[int, Delta]]:
+    """The answer of a request's jobs, piece by piece, each with its choice.
+
+    Raises ApiError when there is none.
+    """
+    while num_jobs:
+        output = await outputs.get()
+        if output is None:
+            num_jobs -= 1
+        elif isinstance(output, ApiError):
+            raise output
+        else:
             yield output
 
 
@@ -137,7 +153,7 @@ class Driver:
         return {engine.stage for engine in self._engines.values()}.issuperset(Stage)
 
     def submit(self, job: Job) -> None:
-        """Take in a request; its answer comes through ``job.stream()``."""
+        """Take in a request; its answer comes through ``job.outputs`` (see pieces)."""
         job.received_ns = self._clock_ns()
         self._jobs[job.request_id] = job
         kinds = (Modality.IMAGE,) if job.media_parts else ()
@@ -264,7 +280,8 @@ class Driver:
         try:
             if not job.media:
                 job.media = await self._decode_media(job)
-            prompt = job.prompt = await self._render(job)
+            prompt = await self._render(job)
+            prompt = job.prompt = replace(prompt, route=job.route, stream=job.stream)
         except EngineError as error:
             self._post(ev.PrepareFailed(job.request_id, retryable=error.retryable))
             return
@@ -295,7 +312,6 @@ class Driver:
             raise ended(Reason.OVERLOADED, retry_after_s=1)
         job.decoded_bytes += len(picture.url)
         self._decoded_bytes += len(picture.url)
-        part.part.clear()
         part.part.update(type="image_url", image_url={"url": picture.url}, uuid=picture.key)
         part.url = ""
         return Media(picture.key, "image_url", picture.url)
@@ -376,7 +392,7 @@ class Driver:
         leg = (job.request_id, action.leg, action.attempt)
         try:
             engine = self._engine(action.worker_id)
-            prefilled = await engine.prefill(job.prompt, job.folder)
+            prefilled = await engine.prefill(job.prompt.for_leg(action.leg), job.folder)
         except EmbeddingMissingError:
             self._post(ev.EmbeddingMissing(*leg))
             return
@@ -388,22 +404,22 @@ class Driver:
         self.metrics.prompt_tokens.inc(len(job.prompt.token_ids))
         if prefilled.load_s is not None:
             job.timeline["transfer"] = prefilled.load_s
-        if prefilled.final:
-            self._deliver(job, action.leg, prefilled.first)
-        else:
+        if prefilled.answer is None:
             job.handles[action.leg, action.attempt] = prefilled.handle
-        self._post(ev.PrefillFinished(*leg, final=prefilled.final))
-        if prefilled.final:  # it is delivered: the loss of the engine must not come first
-            self._flush()
+            self._post(ev.PrefillFinished(*leg))
+        else:
+            self._deliver(job, action.leg, prefilled.answer)
+            self._post(ev.PrefillFinished(*leg, final=True))
+            self._flush()  # it is delivered: the loss of the engine must not come first
 
     async def _decode(self, job: Job, action: ev.StartDecode) -> None:
         assert job.prompt is not None
         begin = self._clock_ns()
         leg = (job.request_id, action.leg, action.attempt)
         handle = job.handles.pop((action.leg, action.attempt))
-        first = True
+        first, prompt = True, job.prompt.for_leg(action.leg)
         try:
-            async for delta in self._engine(action.worker_id).decode(job.prompt, handle):
+            async for delta in self._engine(action.worker_id).decode(prompt, handle):
                 if first:
                     first = False
                     self._measure("first token", begin, job)
@@ -417,10 +433,10 @@ class Driver:
         self._post(ev.DecodeFinished(*leg))
 
     def _deliver(self, job: Job, leg: int, delta: Delta) -> None:
-        if not job.num_output_tokens:
-            self._stamp(job, "ttft")
+        if not job.num_output_tokens and (job.stream or delta.choice is None):
+            self._stamp(job, "ttft")  # an answer that comes whole has no first token to see
         job.num_output_tokens += len(delta.token_ids)
-        job.outputs.put_nowait((leg, delta))
+        job.outputs.put_nowait((job.first_choice + leg, delta))
 
     def _engine(self, worker_id: WorkerId) -> Engine:
         try:

@@ -1,6 +1,7 @@
 """A vLLM stage engine over HTTP on a Unix socket: tokens in, features in, tokens and text out."""
 
 import errno
+import hashlib
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
@@ -14,12 +15,15 @@ from easerve.engines.protocol import (
     EmbeddingMissingError,
     EncodeCall,
     EngineError,
+    Media,
     Prefilled,
     Prompt,
+    Route,
 )
 from easerve.types import MediaItem, Modality, Stage, WorkerId
 
 GENERATE = "/inference/v1/generate"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 CONNECT_TIMEOUT_S = 5.0
 HEALTH_TIMEOUT_S = 2.0
 NOBODY_LISTENS = (errno.ECONNREFUSED, errno.ENOENT)
@@ -31,6 +35,24 @@ MAX_LINE_BYTES = 1 << 24
 # vLLM leaves out of its JSON what has its default value (sampling_params.py), but reads a missing
 # max_tokens as "up to the model's length".
 DEFAULT_MAX_TOKENS = 16
+# What prefill draws when decode draws every token: the cheapest, and never the end.
+DRAW_AGAIN: Mapping[str, Any] = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
+# What of a chat request changes its prompt.
+RENDERING = frozenset(
+    {
+        "add_generation_prompt",
+        "add_special_tokens",
+        "cache_salt",
+        "chat_template_kwargs",
+        "continue_final_message",
+        "documents",
+        "messages",
+        "reasoning_effort",
+        "tools",
+        "truncate_prompt_tokens",
+        "truncation_side",
+    }
+)
 NO_KV_YET: Mapping[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -42,10 +64,22 @@ NO_KV_YET: Mapping[str, Any] = {
 
 
 class VllmEngine:
-    """``engines.protocol.Engine`` spoken to a vLLM API server started with --enable-scale-out."""
+    """``engines.protocol.Engine`` spoken to a vLLM API server started with --enable-scale-out.
 
-    def __init__(self, worker_id: WorkerId, stage: Stage, socket: Path, model: str) -> None:
+    ``media_at_prefill``: the model's placeholders are sparse, which tokens-in requests cannot say;
+    requests with media go to the chat routes of encode and prefill (see models.CAPABILITIES).
+    """
+
+    def __init__(
+        self,
+        worker_id: WorkerId,
+        stage: Stage,
+        socket: Path,
+        model: str,
+        media_at_prefill: bool = False,
+    ) -> None:
         self.worker_id, self.stage, self._model = worker_id, stage, model
+        self._media_at_prefill = media_at_prefill
         self._session = aiohttp.ClientSession(
             "http://engine",
             connector=aiohttp.UnixConnector(str(socket), limit=0, keepalive_timeout=KEEPALIVE_S),
@@ -56,9 +90,10 @@ class VllmEngine:
 
     async def render(self, body: Mapping[str, Any]) -> Prompt:
         reply = await self._post(
-            "/v1/chat/completions/render",
-            {**body, "model": self._model, "mm_payload": "none", "stream": False},
+            f"{_openai_path(body)}/render", {**body, "mm_payload": "none", "stream": False}
         )
+        if isinstance(reply, list):  # completions: one per prompt
+            (reply,) = reply
         token_ids, features = reply["token_ids"], reply["features"]
         found = _items(features or {})
         return Prompt(
@@ -67,35 +102,52 @@ class VllmEngine:
             features,
             tuple(item for _, item in found),
             tuple(token_ids[offset] for offset, _ in found),
+            body,
         )
 
     async def encode(self, calls: Sequence[EncodeCall]) -> None:
-        await self._generate(
+        folders = {"folders": [str(call.folder) for call in calls]}
+        media = [call.media for call in calls]
+        if self._media_at_prefill:
+            await self._post(
+                CHAT,
+                {
+                    "messages": [{"role": "user", "content": [_content_part(m) for m in media]}],
+                    **DRAW_AGAIN,
+                    "ec_transfer_params": folders,
+                },
+            )
+            return
+        await self._post(
+            GENERATE,
             {
                 "token_ids": [call.placeholder for call in calls],
                 "content_parts": [
-                    {"type": call.media.item_type, "url": call.media.url, "uuid": call.media.key}
-                    for call in calls
+                    {"type": m.item_type, "url": m.url, "uuid": m.key} for m in media
                 ],
-                "sampling_params": {"max_tokens": 1, "temperature": 0.0},
-                "ec_transfer_params": {"folders": [str(call.folder) for call in calls]},
-            }
+                "sampling_params": DRAW_AGAIN,
+                "ec_transfer_params": folders,
+            },
         )
 
     async def prefill(self, prompt: Prompt, folder: Path | None) -> Prefilled:
-        sampling = {**prompt.sampling, "max_tokens": 1}
-        if sampling.get("min_tokens"):
-            sampling["min_tokens"] = 1
-        if prompt.max_new_tokens > 1 and prompt.sampling.get("temperature") != 0:
-            # Decode draws the first token again: an end that is drawn here must not count.
-            sampling |= {"ignore_eos": True, "stop": [], "stop_token_ids": []}
-        request = {**_tokens_in(prompt, sampling), "output_mode": "text"}
+        at_chat_route = self._media_at_prefill and bool(prompt.items)
+        decides = not at_chat_route and _prefill_decides(prompt)
+        sampling = {**prompt.sampling, "max_tokens": 1} if decides else DRAW_AGAIN
+        if decides and sampling.get("min_tokens"):
+            sampling = {**sampling, "min_tokens": 1}
+        request = (
+            {name: value for name, value in prompt.body.items() if name in RENDERING}
+            | {"tool_choice": "none", "return_token_ids": True, **sampling}
+            if at_chat_route
+            else {**_tokens_in(prompt, sampling), "output_mode": "text"}
+        )
         if folder is not None:
             request["ec_transfer_params"] = {"folders": [str(folder)] * len(prompt.items)}
-        if prompt.max_new_tokens > 1:
+        if prompt.max_new_tokens > 1 or not decides:
             request["kv_transfer_params"] = NO_KV_YET
         try:
-            reply = await self._generate(request)
+            reply = await self._post(CHAT if at_chat_route else GENERATE, request)
         except EngineError as error:
             # The engine names no cause. Ours is known from what it was given: the files.
             keys = [item.key for item in prompt.items]
@@ -103,31 +155,40 @@ class VllmEngine:
             if error.status == 500 and not all(file.exists() for file in files):
                 raise EmbeddingMissingError(str(error), error.status) from None
             raise
-        first = _delta(reply["choices"][0])
-        handle = reply["kv_transfer_params"]
+        choice, handle = reply["choices"][0], reply["kv_transfer_params"]
         load_s = (reply.get("ec_transfer_params") or {}).get("load_s")
-        final = prompt.max_new_tokens <= 1 or first.finish_reason != "length"
-        if not final and not handle:
+        if decides and (prompt.max_new_tokens <= 1 or choice["finish_reason"] != "length"):
+            return Prefilled(answer=_delta(choice), load_s=load_s)
+        if not handle:
             raise EngineError(f"{self.worker_id} prefilled without keeping the KV cache")
-        return Prefilled(first, final, handle or {}, load_s)
+        return Prefilled(handle, load_s=load_s)
 
     async def decode(self, prompt: Prompt, handle: Mapping[str, Any]) -> AsyncIterator[Delta]:
-        request = {
-            **_tokens_in(prompt, prompt.sampling),
-            "model": self._model,
-            "output_mode": "text",
-            "stream": True,
-            "kv_transfer_params": dict(handle),
-        }
+        if prompt.route is Route.OPENAI:
+            path, request = _openai_path(prompt.body), _openai_request(prompt, handle)
+        else:
+            path = GENERATE
+            request = {
+                **_tokens_in(prompt, prompt.sampling),
+                "output_mode": "text",
+                "stream": True,
+                "kv_transfer_params": dict(handle),
+            }
+        if not request["stream"]:
+            reply = await self._post(path, request)
+            yield _openai_delta(reply["choices"][0], reply["usage"])
+            return
         finished = False
-        async for event in self._stream(GENERATE, request):
+        async for event in self._stream(path, request):
             if "error" in event:
                 error = event["error"]
                 raise EngineError(f"{self.worker_id}: {error.get('message')}", error.get("code"))
             for choice in event["choices"]:
-                delta = _delta(choice)
+                delta = _delta(choice) if path == GENERATE else _openai_delta(choice)
                 finished = finished or delta.finish_reason is not None
                 yield delta
+            if event.get("usage") and not event["choices"]:
+                yield Delta("", usage=event["usage"])
         if not finished:
             raise EngineError(f"{self.worker_id} broke off its answer")
 
@@ -151,23 +212,21 @@ class VllmEngine:
     async def close(self) -> None:
         await self._session.close()
 
-    async def _generate(self, request: dict[str, Any]) -> dict[str, Any]:
-        return await self._post(GENERATE, {**request, "model": self._model})
-
-    async def _post(self, path: str, request: Mapping[str, Any]) -> dict[str, Any]:
+    async def _post(self, path: str, request: Mapping[str, Any]) -> Any:
+        content = _encode({**request, "model": self._model})
         try:
-            async with self._session.post(path, data=_encode(request), headers=JSON) as response:
+            async with self._session.post(path, data=content, headers=JSON) as response:
                 if response.status != 200:
                     raise await self._error(response)
-                reply: dict[str, Any] = await response.json()
-                return reply
+                return await response.json()
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise self._unreachable(error) from error
 
     async def _stream(self, path: str, request: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """The JSON of each server-sent event, without the closing [DONE]."""
+        content = _encode({**request, "model": self._model})
         try:
-            async with self._session.post(path, data=_encode(request), headers=JSON) as response:
+            async with self._session.post(path, data=content, headers=JSON) as response:
                 if response.status != 200:
                     raise await self._error(response)
                 async for line in response.content:
@@ -187,23 +246,94 @@ class VllmEngine:
         return EngineError(message, response.status)
 
 
+def _prefill_decides(prompt: Prompt) -> bool:
+    """Whether the token that prefill draws is the one decode would draw, should it be the last.
+
+    Decode draws the first token again. At a temperature an end would have two chances; a grammar
+    and the parsing of an answer are decode's.
+    """
+    if prompt.route is Route.OPENAI or prompt.sampling.get("structured_outputs"):
+        return False
+    return prompt.max_new_tokens <= 1 or prompt.sampling.get("temperature") == 0
+
+
 def _tokens_in(prompt: Prompt, sampling: Mapping[str, Any]) -> dict[str, Any]:
     request: dict[str, Any] = {
         "token_ids": list(prompt.token_ids),
         "sampling_params": dict(sampling),
     }
+    if salt := prompt.body.get("cache_salt"):
+        request["cache_salt"] = salt
     if prompt.features:
         # Decode gets the features too: they keep its prefix cache from mixing up pictures.
         request["features"] = dict(prompt.features)
     return request
 
 
+def _openai_path(body: Mapping[str, Any]) -> str:
+    return CHAT if "messages" in body else COMPLETIONS
+
+
+def _openai_request(prompt: Prompt, handle: Mapping[str, Any]) -> dict[str, Any]:
+    """The request for decode's own OpenAI route, with the prompt as tokens.
+
+    vLLM takes a chat's prompt from ``kv_transfer_params`` when the messages are all text, so the
+    media are left out of them (online_renderer.py, _reused_prompt_token_ids). The salt stands for
+    them in the prefix cache.
+    """
+    request = {
+        **prompt.body,
+        "max_tokens": prompt.max_new_tokens,
+        "seed": prompt.sampling.get("seed"),
+        "stream": prompt.stream,
+        "return_token_ids": True,
+        "kv_transfer_params": dict(handle),
+    }
+    request.pop("max_completion_tokens", None)
+    if prompt.stream:
+        request["stream_options"] = {"include_usage": True}
+    if prompt.items:
+        salts = [prompt.body.get("cache_salt") or "", *(item.key for item in prompt.items)]
+        request["cache_salt"] = hashlib.sha256("|".join(salts).encode()).hexdigest()
+    if "messages" in request:
+        request["messages"] = [_without_media(message) for message in prompt.body["messages"]]
+        request["kv_transfer_params"]["prompt_token_ids"] = list(prompt.token_ids)
+    else:
+        request["prompt"] = list(prompt.token_ids)
+    return request
+
+
+def _without_media(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(message.get("content"), list):
+        return message
+    return {**message, "content": [part for part in message["content"] if part["type"] == "text"]}
+
+
+def _content_part(media: Media) -> dict[str, Any]:
+    return {"type": media.item_type, media.item_type: {"url": media.url}, "uuid": media.key}
+
+
 def _delta(choice: Mapping[str, Any]) -> Delta:
+    """From the text mode of the generate route."""
+    logprobs = choice["logprobs"]
     return Delta(
         choice["text"],
         choice["token_ids"] or (),
         choice["finish_reason"],
         choice["stop_reason"],
+        logprobs["content"] if logprobs else None,
+    )
+
+
+def _openai_delta(choice: Mapping[str, Any], usage: Mapping[str, Any] | None = None) -> Delta:
+    """From an OpenAI route: a chunk's choice, or a whole one."""
+    return Delta(
+        "",
+        choice.get("token_ids") or (),
+        choice["finish_reason"],
+        choice.get("stop_reason"),
+        choice=choice,
+        usage=usage,
     )
 
 

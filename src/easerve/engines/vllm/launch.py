@@ -74,8 +74,13 @@ def assign_devices(deployment: Deployment) -> dict[WorkerId, tuple[int, ...]]:
     return assigned
 
 
-def engine_specs(deployment: Deployment, run_dir: Path, log_dir: Path) -> list[EngineSpec]:
-    """The launch of every engine; sockets in ``run_dir``, logs in ``log_dir``."""
+def engine_specs(
+    deployment: Deployment, run_dir: Path, log_dir: Path, media_at_prefill: bool = False
+) -> list[EngineSpec]:
+    """The launch of every engine; sockets in ``run_dir``, logs in ``log_dir``.
+
+    ``media_at_prefill``: prefill engines get the media, too (see models.CAPABILITIES).
+    """
     devices = assign_devices(deployment)
     ports = iter(_free_ports(len(devices)))
     specs = []
@@ -87,7 +92,7 @@ def engine_specs(deployment: Deployment, run_dir: Path, log_dir: Path) -> list[E
             EngineSpec(
                 worker_id,
                 stage,
-                tuple(_arguments(deployment, stage, address)),
+                tuple(_arguments(deployment, stage, address, media_at_prefill)),
                 _environment(deployment, run_dir, devices[worker_id], next(ports)),
                 address,
                 log_dir / f"{worker_id}.log",
@@ -97,11 +102,15 @@ def engine_specs(deployment: Deployment, run_dir: Path, log_dir: Path) -> list[E
     return specs
 
 
-def _arguments(deployment: Deployment, stage: Stage, address: Path) -> Iterator[str]:
+def _arguments(
+    deployment: Deployment, stage: Stage, address: Path, media_at_prefill: bool
+) -> Iterator[str]:
     engine, section = deployment.engine, section_of(deployment, stage)
     cpu = deployment.device == "cpu"
     # Without a size vLLM reserves a share of all memory, on a CPU even for an encoder.
     default_kv_cache = CPU_KV_CACHE_BYTES if cpu else None
+    takes_media = stage is Stage.ENCODE or (media_at_prefill and stage is Stage.PREFILL)
+    processor = takes_media and engine.mm_processor_kwargs
     yield from ("--model", deployment.model, "--served-model-name", deployment.name)
     yield from ("--uds", str(address), "--enable-scale-out", "--disable-uvicorn-access-log")
     yield from ("--dtype", engine.dtype)
@@ -110,12 +119,18 @@ def _arguments(deployment: Deployment, stage: Stage, address: Path) -> Iterator[
         "--max-num-seqs": section.max_num_seqs,
         "--max-num-batched-tokens": section.max_num_batched_tokens,
         "--kv-cache-memory-bytes": section.kv_cache_memory or default_kv_cache,
+        "--chat-template": engine.chat_template,
+        "--tool-call-parser": engine.tool_call_parser,
+        "--reasoning-parser": engine.reasoning_parser,
+        "--mm-processor-kwargs": json.dumps(engine.mm_processor_kwargs) if processor else None,
     }
     for flag, value in optional.items():
         if value is not None:
-            yield from (flag, str(int(value)))
+            yield from (flag, str(int(value) if isinstance(value, int) else value))
     if engine.trust_remote_code:
         yield "--trust-remote-code"
+    if engine.enable_auto_tool_choice:
+        yield "--enable-auto-tool-choice"
     if cpu:
         executor = "easerve.engines.vllm.executor.SingleProcessExecutor"
         yield from ("--enforce-eager", "--distributed-executor-backend", executor)
@@ -127,7 +142,9 @@ def _arguments(deployment: Deployment, stage: Stage, address: Path) -> Iterator[
         yield "--no-enable-prefix-caching"
     else:
         # Items come without data here; a processor cache would look for the data.
-        yield from ("--limit-mm-per-prompt", json.dumps(NO_MEDIA), "--mm-processor-cache-gb", "0")
+        yield from ("--mm-processor-cache-gb", "0")
+        if not takes_media:
+            yield from ("--limit-mm-per-prompt", json.dumps(NO_MEDIA))
         role = "kv_producer" if stage is Stage.PREFILL else "kv_consumer"
         yield from ("--kv-transfer-config", _kv_config(role, deployment.device))
     if stage is Stage.PREFILL:

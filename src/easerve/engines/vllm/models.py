@@ -9,14 +9,43 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from easerve.config import ConfigError
 
-# What was run and compared: placeholders are one run of equal tokens, which is all that tokens-in
-# requests can say (vllm 0.32, token_in_token_out/protocol.py, PlaceholderRangeInfo), and neither
-# prefill nor decode needs anything of a picture but its embedding (M-RoPE models need its grid).
-SERVED = ("LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration")
+
+class Capability(NamedTuple):
+    """How an architecture is served by separate stages, or why it is not.
+
+    ``media_at_prefill``: prefill gets the media, too. Tokens-in requests tell where a placeholder
+    begins and how long it is (vllm 0.32, token_in_token_out/protocol.py, PlaceholderRangeInfo);
+    which of its tokens stand for embeddings, where not all do, only the model's processor knows.
+    """
+
+    served: bool
+    media_at_prefill: bool
+    note: str
+
+
+DENSE = "every placeholder token is an embedding: media go to encode only"
+SPARSE = "a placeholder has other tokens in it: media go to encode, and to prefill for their places"
+MROPE = "prefill and decode need each picture's grid (M-RoPE), which is not passed on yet"
+UNTRIED = "sparse placeholders; not compared with an aggregated engine yet"
+# By architecture, and where it matters by the type of its vision tower. What is served was
+# compared with an aggregated engine, token by token (tests/real).
+CAPABILITIES: Mapping[str, Capability] = {
+    "LlavaForConditionalGeneration": Capability(True, False, DENSE),
+    "LlavaForConditionalGeneration/pixtral": Capability(True, True, SPARSE),
+    "LlavaNextForConditionalGeneration": Capability(True, False, DENSE),
+    "Gemma3ForConditionalGeneration": Capability(False, True, UNTRIED),
+    "Idefics3ForConditionalGeneration": Capability(False, True, UNTRIED),
+    "Mistral3ForConditionalGeneration": Capability(False, True, UNTRIED),
+    "PaliGemmaForConditionalGeneration": Capability(False, True, UNTRIED),
+    "Qwen2VLForConditionalGeneration": Capability(False, False, MROPE),
+    "Qwen2_5_VLForConditionalGeneration": Capability(False, False, MROPE),
+    "Qwen3VLForConditionalGeneration": Capability(False, False, MROPE),
+    "SmolVLMForConditionalGeneration": Capability(False, True, UNTRIED),
+}
 ENCODER_PREFIXES = (
     "audio_tower.",
     "image_newline",
@@ -34,17 +63,35 @@ ENCODER_PREFIXES = (
 class ModelInfo:
     """``encoder_bytes`` and ``language_bytes``: size of the stored weights; None when unknown."""
 
+    capability: Capability | None = None
     architecture: str | None = None
     model_type: str | None = None
     encoder_bytes: int | None = None
     language_bytes: int | None = None
     kv_bytes_per_token: int | None = None
 
+    @property
+    def media_at_prefill(self) -> bool:
+        return self.capability is not None and self.capability.media_at_prefill
+
 
 def inspect(model: str) -> ModelInfo:
+    """As ``read``; raises ConfigError also for a model that cannot be served."""
+    info = read(model)
+    if info.architecture is not None and not (info.capability and info.capability.served):
+        served = sorted({name.partition("/")[0] for name, c in CAPABILITIES.items() if c.served})
+        why = f" ({info.capability.note})" if info.capability else ""
+        raise ConfigError(
+            f"model {model!r}: {info.architecture} cannot be served by separate stages yet{why}; "
+            f"what can: {', '.join(served)}"
+        )
+    return info
+
+
+def read(model: str) -> ModelInfo:
     """Read a model's folder, or what the hub's cache on this machine has of it.
 
-    Raises ConfigError for a model that cannot be served.
+    Raises ConfigError for what is not a model's folder or name.
     """
     folder = Path(model)
     if folder.is_dir():
@@ -58,17 +105,16 @@ def inspect(model: str) -> ModelInfo:
     try:
         config = json.loads(file.read_text())
         architecture = next(iter(config.get("architectures") or ()), None)
+        tower = (config.get("vision_config") or {}).get("model_type")
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"model {model!r}: config.json: {error}") from None
-    if architecture not in SERVED:
-        raise ConfigError(
-            f"model {model!r}: {architecture or 'a model without architecture'} cannot be served "
-            f"by separate stages yet; what can: {', '.join(SERVED)}"
-        )
+    if architecture is None:
+        raise ConfigError(f"model {model!r}: config.json names no architecture")
+    capability = CAPABILITIES.get(f"{architecture}/{tower}") or CAPABILITIES.get(architecture)
     encoder, language = _weight_bytes(folder)
-    return ModelInfo(
-        architecture, config.get("model_type"), encoder, language, _kv_bytes_per_token(config)
-    )
+    per_token = _kv_bytes_per_token(config)
+    model_type = config.get("model_type")
+    return ModelInfo(capability, architecture, model_type, encoder, language, per_token)
 
 
 def _in_hub_cache(model: str) -> Path | None:

@@ -1,0 +1,212 @@
+"""What a client gets back: OpenAI's objects, whole or in chunks, made from an answer's pieces."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from easerve.engines.protocol import Delta
+from easerve.serve.driver import Job
+from easerve.serve.request import Asked
+
+
+@dataclass(slots=True)
+class Answer:
+    """The answer to one request. Choices are numbered over all its jobs."""
+
+    asked: Asked
+    request_id: str
+    jobs: Sequence[Job]
+    created: int = field(default_factory=lambda: int(time.time()))
+    _opened: set[int] = field(default_factory=set)
+    _num_tokens: dict[int, int] = field(default_factory=dict)
+    _usages: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+
+    # To be said by each kind of answer ---------------------------------------------------------
+
+    def opening(self, choice: int) -> Iterator[dict[str, Any]]:
+        """The choices of chunks that come before the first piece of a choice."""
+        yield from ()
+
+    def piece(self, delta: Delta) -> dict[str, Any]:
+        """A piece of text as a chunk's choice."""
+        raise NotImplementedError
+
+    def joined(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """All pieces of text of a choice."""
+        raise NotImplementedError
+
+    # The same for all ---------------------------------------------------------------------------
+
+    def chunks(self, choice: int, delta: Delta) -> Iterator[dict[str, Any]]:
+        """The chunks that a piece makes; none when it says nothing to the client."""
+        if choice not in self._opened:
+            for opening in self.opening(choice):
+                yield self._chunk(choice, opening)
+        self._count(choice, delta)
+        if delta.usage is not None and delta.choice is None:
+            return
+        content = dict(delta.choice) if delta.choice is not None else self.piece(delta)
+        if delta.choice is None or self._says_something(delta.choice):
+            yield self._chunk(choice, self._with_token_ids(content, delta.token_ids))
+
+    def usage_chunk(self) -> dict[str, Any]:
+        return {**self._head(self.chunk_kind), "choices": [], "usage": self.usage()}
+
+    def whole(self, pieces: Sequence[tuple[int, Delta]]) -> dict[str, Any]:
+        """The whole response."""
+        by_choice: dict[int, list[Delta]] = {}
+        for choice, delta in pieces:
+            self._count(choice, delta)
+            by_choice.setdefault(choice, []).append(delta)
+        choices = []
+        for choice, deltas in sorted(by_choice.items()):
+            content = dict(deltas[-1].choice or self.joined(deltas))
+            token_ids = [token for delta in deltas for token in delta.token_ids]
+            choices.append({**self._with_token_ids(content, token_ids), "index": choice})
+        return {**self._head(self.kind), "choices": choices, "usage": self.usage()}
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens of every prompt, and of every choice."""
+        prompt = sum(len(job.prompt.token_ids) for job in self.jobs if job.prompt)
+        completion = sum(
+            self._usages.get(choice, {}).get("completion_tokens", number)
+            for choice, number in self._num_tokens.items()
+        )
+        return _usage(prompt, completion) | self._details()
+
+    def prompt_token_ids(self, choice: int) -> list[int]:
+        prompt = self.jobs[choice // self.asked.num_choices].prompt
+        return list(prompt.token_ids) if prompt else []
+
+    def _details(self) -> dict[str, Any]:
+        details = [usage.get("completion_tokens_details") for usage in self._usages.values()]
+        reasoning = [each["reasoning_tokens"] for each in details if each]
+        if not reasoning:
+            return {}
+        return {"completion_tokens_details": {"reasoning_tokens": sum(reasoning)}}
+
+    def _count(self, choice: int, delta: Delta) -> None:
+        self._num_tokens[choice] = self._num_tokens.get(choice, 0) + len(delta.token_ids)
+        if delta.usage is not None:
+            self._usages[choice] = delta.usage
+
+    def _says_something(self, content: Mapping[str, Any]) -> bool:
+        """Engines also send chunks that only carry token ids, which are asked for to count."""
+        said = content.get("text") or any(dict(content.get("delta") or {}).values())
+        return bool(
+            said
+            or content["finish_reason"]
+            or content.get("logprobs")
+            or (self.asked.return_token_ids and content.get("token_ids"))
+        )
+
+    def _with_token_ids(self, content: dict[str, Any], token_ids: Sequence[int]) -> dict[str, Any]:
+        content.pop("token_ids", None)
+        content.pop("prompt_token_ids", None)
+        if self.asked.return_token_ids:
+            content["token_ids"] = list(token_ids)
+        return content
+
+    def _chunk(self, choice: int, content: dict[str, Any]) -> dict[str, Any]:
+        chunk = {**self._head(self.chunk_kind), "choices": [{**content, "index": choice}]}
+        if self.asked.continuous_usage:
+            prompt = len(self.prompt_token_ids(choice))
+            chunk["usage"] = _usage(prompt, self._num_tokens.get(choice, 0))
+        return chunk
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.request_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.asked.model,
+        }
+
+
+class ChatAnswer(Answer):
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def opening(self, choice: int) -> Iterator[dict[str, Any]]:
+        delta = {"role": "assistant", "content": ""}
+        yield {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def piece(self, delta: Delta) -> dict[str, Any]:
+        return {"delta": {"content": delta.text}, **self._ending(delta, delta.logprobs)}
+
+    def joined(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        content = "".join(delta.text for delta in deltas)
+        logprobs = [each for delta in deltas for each in delta.logprobs or ()]
+        return {
+            "message": {"role": "assistant", "content": content},
+            **self._ending(deltas[-1], logprobs),
+        }
+
+    def whole(self, pieces: Sequence[tuple[int, Delta]]) -> dict[str, Any]:
+        return super().whole(pieces) | self._prompt()
+
+    def _chunk(self, choice: int, content: dict[str, Any]) -> dict[str, Any]:
+        first = choice not in self._opened
+        self._opened.add(choice)
+        return super()._chunk(choice, content) | (self._prompt() if first else {})
+
+    def _prompt(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self.prompt_token_ids(0)} if self.asked.return_token_ids else {}
+
+    def _ending(self, delta: Delta, logprobs: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
+        number, wanted = self.asked.num_top_logprobs, None
+        if number is not None:
+            wanted = {"content": [_top(each, number) for each in logprobs or ()]}
+        return {
+            "logprobs": wanted,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+
+
+class CompletionAnswer(Answer):
+    kind = chunk_kind = "text_completion"
+
+    def whole(self, pieces: Sequence[tuple[int, Delta]]) -> dict[str, Any]:
+        answer = super().whole(pieces)
+        for choice in answer["choices"]:
+            choice |= self._prompt(choice["index"])
+        return answer
+
+    def _chunk(self, choice: int, content: dict[str, Any]) -> dict[str, Any]:
+        first = choice not in self._opened
+        self._opened.add(choice)
+        return super()._chunk(choice, content | (self._prompt(choice) if first else {}))
+
+    def _prompt(self, choice: int) -> dict[str, Any]:
+        if not self.asked.return_token_ids:
+            return {}
+        return {"prompt_token_ids": self.prompt_token_ids(choice)}
+
+    def piece(self, delta: Delta) -> dict[str, Any]:
+        return self.joined([delta])
+
+    def joined(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        return {
+            "text": "".join(delta.text for delta in deltas),
+            "logprobs": None,
+            "finish_reason": deltas[-1].finish_reason,
+            "stop_reason": deltas[-1].stop_reason,
+        }
+
+
+def _usage(prompt: int, completion: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
+
+
+def _top(entry: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """An engine gives one alternative where none is asked for."""
+    return {**entry, "top_logprobs": list(entry["top_logprobs"])[:number]}
