@@ -14,9 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from easerve.engines.vllm.launch import SITE
+
 from ..processes import wait_until
 
 ROOT = Path(__file__).parents[2]
+TOOLS = ("--tool-call-parser", "hermes", "--enable-auto-tool-choice")
 DEPLOYMENT = ROOT / "examples/tiny-llava.yaml"
 START_TIMEOUT_S = 120.0
 
@@ -123,4 +126,47 @@ def start() -> Iterator[Callable[..., RealServer]]:
 @pytest.fixture(scope="session")
 def server(start: Callable[..., RealServer]) -> RealServer:
     """One server for all tests that leave it as it was."""
-    return start("--port", "0").wait_ready()
+    return start("--port", "0", *TOOLS).wait_ready()
+
+
+@pytest.fixture(scope="session")
+def random_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The tiny models with random weights, written by the repository's script."""
+    folders = {kind: tmp_path_factory.mktemp(kind) for kind in ("next", "pixtral")}
+    for kind, folder in folders.items():
+        subprocess.run(
+            [sys.executable, str(ROOT / "scripts/random_models.py"), kind, "--out", str(folder)],
+            env={"PYTHONPATH": str(SITE), "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1"},
+            check=True,
+            capture_output=True,
+        )
+    return folders
+
+
+@pytest.fixture(scope="session")
+def aggregated(random_models: dict[str, Path]) -> Iterator[dict[str, Path]]:
+    """Each model in one plain vLLM engine; the socket that its API server listens on."""
+    folder = Path(tempfile.mkdtemp(prefix="ea-test-"))
+    models = {"llava": ROOT / "models/tiny-llava", **random_models}
+    log = folder / "output.txt"
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.real.aggregated", str(folder)]
+            + [f"{name}={model}" for name, model in models.items()],
+            cwd=ROOT,
+            env={**os.environ, "XDG_RUNTIME_DIR": str(folder)},
+            stdin=subprocess.PIPE,
+            stdout=stream,
+            stderr=stream,
+        )
+
+    def ready() -> bool:
+        assert process.poll() is None, log.read_text()
+        return "ready" in log.read_text()
+
+    try:
+        wait_until(ready, START_TIMEOUT_S, "aggregated engines ready")
+        yield {name: folder / f"{name}.sock" for name in models}
+    finally:
+        process.communicate()  # closes its input, at whose end it ends
+        shutil.rmtree(folder, ignore_errors=True)

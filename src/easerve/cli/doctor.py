@@ -10,11 +10,13 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from easerve.cluster.supervisor import SHM_ROOT
+from easerve.engines.vllm import models
 from easerve.engines.vllm.memory import detect_gpu_bytes, gib
 
 OK, WARN, BAD = "ok", "warn", "bad"
@@ -33,13 +35,19 @@ class Finding:
     hint: str = ""
 
 
-def run(as_json: bool) -> int:
+def run(as_json: bool, model: str | None = None) -> int:
     """The exit code: 1 when something is bad."""
     findings = [check() for check in CHECKS]
+    info = models.read(model) if model is not None else None
+    if info is not None:
+        findings.append(_model(info))
     ok = all(finding.status != BAD for finding in findings)
     partition = {"rung": "off", "why": "this version does not partition a device"}
     if as_json:
-        report = {"ok": ok, "findings": [asdict(finding) for finding in findings]}
+        report: dict[str, Any] = {"ok": ok, "findings": [asdict(finding) for finding in findings]}
+        if info is not None:
+            capability = info.capability._asdict() if info.capability else None
+            report["model"] = {**asdict(info), "capability": capability}
         print(json.dumps(report | {"partition": partition}))
         return 0 if ok else 1
     table = Table("", "check", "found", "hint", title="easerve doctor")
@@ -47,8 +55,38 @@ def run(as_json: bool) -> int:
         table.add_row(MARKS[finding.status], finding.name, finding.found, finding.hint)
     console = Console()
     console.print(table)
+    if info is not None:
+        console.print(_capabilities(info))
     console.print("This machine can serve." if ok else "This machine cannot serve yet.")
     return 0 if ok else 1
+
+
+def _model(info: models.ModelInfo) -> Finding:
+    if info.architecture is None:
+        return Finding("model", WARN, "not on this machine", "known once it has been downloaded")
+    if info.capability is None:
+        hint = "what is served: see the table of architectures"
+        return Finding("model", BAD, f"{info.architecture}, an unknown architecture", hint)
+    sizes = (info.encoder_bytes, info.language_bytes)
+    weights = ", ".join(
+        f"{name} {gib(size)}"
+        for name, size in zip(("encoder", "language model"), sizes, strict=True)
+        if size is not None
+    )
+    status = OK if info.capability.served else BAD
+    found = f"{info.architecture}: {weights}" if weights else info.architecture
+    return Finding("model", status, found, info.capability.note)
+
+
+def _capabilities(info: models.ModelInfo) -> Table:
+    """Every architecture that is known; the model's own is marked."""
+    table = Table("", "architecture", "served", "media go to", "why", title="Architectures")
+    for name, capability in models.CAPABILITIES.items():
+        own = capability is info.capability and name.partition("/")[0] == info.architecture
+        media = "encode, prefill" if capability.media_at_prefill else "encode"
+        served = "[green]yes[/green]" if capability.served else "no"
+        table.add_row("▶" if own else "", name, served, media, capability.note)
+    return table
 
 
 def _python() -> Finding:

@@ -145,12 +145,19 @@ def demo(
 
 @app.command()
 def doctor(
+    model: Annotated[
+        str | None, typer.Option(help="Also say how this model would be served.")
+    ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Say what this machine can do and what EAServe would use. Exit code 1: it cannot serve."""
     from easerve.cli import doctor as command
+    from easerve.config import ConfigError
 
-    raise typer.Exit(command.run(json_output))
+    try:
+        raise typer.Exit(command.run(json_output, model))
+    except ConfigError as error:
+        fail(error, USAGE_ERROR)
 
 
 def main() -> None:

@@ -9,7 +9,6 @@ from easerve.serve.errors import ApiError
 from easerve.serve.request import FORWARDED, MAX_CHOICES, Asked, OpenAIRequest, asked, validate
 
 TOKEN_ID = Annotated[int, Field(ge=0, strict=True)]
-Prompts = Annotated[list[Any], Field(min_length=1, fail_fast=True)]
 
 
 class CompletionRequest(OpenAIRequest):
@@ -40,10 +39,11 @@ def parse(content: Any, served_model: str) -> Asked:
         raise ApiError(400, "logprobs of an echoed prompt are not supported", "echo")
     if request.logprobs is not None:
         body["logprobs"] = request.logprobs
-    if request.echo:
+    echo = request.echo and not request.return_token_ids  # vLLM gives the ids instead of the text
+    if echo:
         body["echo"] = True
     completion = asked(request, [{**body, "prompt": prompt} for prompt in prompts])
     completion.num_top_logprobs = request.logprobs
-    if request.echo or request.logprobs is not None:
+    if echo or request.logprobs is not None:
         completion.route = Route.OPENAI
     return completion

@@ -223,7 +223,7 @@ class Driver:
             case ev.Reject():
                 self._finish(job, "rejected", ended(action.reason, action.retry_after_s))
             case ev.Fail():
-                self._finish(job, "failed", job.error or ended(action.reason))
+                self._finish(job, "failed", job.error or _why(job, action.reason))
             case ev.Complete():
                 self._finish(job, "completed")
             case _:
@@ -433,7 +433,7 @@ class Driver:
         self._post(ev.DecodeFinished(*leg))
 
     def _deliver(self, job: Job, leg: int, delta: Delta) -> None:
-        if not job.num_output_tokens and (job.stream or delta.choice is None):
+        if "ttft" not in job.timeline and (job.stream or delta.choice is None):
             self._stamp(job, "ttft")  # an answer that comes whole has no first token to see
         job.num_output_tokens += len(delta.token_ids)
         job.outputs.put_nowait((job.first_choice + leg, delta))
@@ -466,3 +466,12 @@ class Driver:
                 after = job.timeline["end"] - job.timeline["ttft"]
                 job.timeline["tpot"] = after / (job.num_output_tokens - 1)
                 self.metrics.tpot.observe(job.timeline["tpot"])
+
+
+def _why(job: Job, reason: Reason) -> ApiError:
+    """What a client is told of a failure that no engine blamed on the request."""
+    constrained = job.prompt is not None and "structured_outputs" in job.prompt.sampling
+    if constrained and reason is Reason.DECODE_FAILED:
+        # vLLM's grammar compiler gives a bad format back as an internal error.
+        return ApiError(400, "No engine could apply the asked format (grammar, schema or tools)")
+    return ended(reason)

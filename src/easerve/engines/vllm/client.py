@@ -286,7 +286,8 @@ def _openai_request(prompt: Prompt, handle: Mapping[str, Any]) -> dict[str, Any]
         "max_tokens": prompt.max_new_tokens,
         "seed": prompt.sampling.get("seed"),
         "stream": prompt.stream,
-        "return_token_ids": True,
+        # To count them. An echoed prompt comes as text only where no ids are asked for.
+        "return_token_ids": not prompt.body.get("echo"),
         "kv_transfer_params": dict(handle),
     }
     request.pop("max_completion_tokens", None)

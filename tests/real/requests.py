@@ -1,0 +1,31 @@
+"""Messages with pictures, as clients send them."""
+
+import base64
+import io
+import random
+from typing import Any
+
+from PIL import Image
+
+from easerve.workload import shapes
+
+
+def picture_part(image: Image.Image) -> dict[str, Any]:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def picture_of(seed: int, size: tuple[int, int] | None = None) -> dict[str, Any]:
+    """A scene of shapes, stretched to another size if asked."""
+    picture = shapes.draw(random.Random(seed)).picture
+    return picture_part(picture.resize(size) if size else picture)
+
+
+def text_part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
