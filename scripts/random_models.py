@@ -164,16 +164,22 @@ def write(folder: Path, model: Any, processor: Any) -> None:
         save_file(weights, path, metadata={"format": "pt"})
 
 
+KINDS = {
+    "next": ("tiny-llava-next", next_model),
+    "pixtral": ("tiny-pixtral", pixtral_model),
+}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write a tiny image model with random weights.")
-    parser.add_argument("kind", choices=["next", "pixtral"])
-    parser.add_argument("--out", type=Path, metavar="DIR")
+    parser = argparse.ArgumentParser(description="Write tiny image models with random weights.")
+    parser.add_argument("kinds", nargs="+", choices=KINDS)
+    parser.add_argument("--out", type=Path, default=MODELS, metavar="DIR", help="default: models/")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     arguments = parser.parse_args()
-    model, processor = {"next": next_model, "pixtral": pixtral_model}[arguments.kind]()
-    randomise(model, list(processor.tokenizer.added_tokens_decoder), arguments.seed)
-    name = {"next": "tiny-llava-next", "pixtral": "tiny-pixtral"}[arguments.kind]
-    write(arguments.out or MODELS / name, model, processor)
+    for name, make in (KINDS[kind] for kind in arguments.kinds):
+        model, processor = make()
+        randomise(model, list(processor.tokenizer.added_tokens_decoder), arguments.seed)
+        write(arguments.out / name, model, processor)
 
 
 if __name__ == "__main__":

@@ -132,15 +132,15 @@ def server(start: Callable[..., RealServer]) -> RealServer:
 @pytest.fixture(scope="session")
 def random_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The tiny models with random weights, written by the repository's script."""
-    folders = {kind: tmp_path_factory.mktemp(kind) for kind in ("next", "pixtral")}
-    for kind, folder in folders.items():
-        subprocess.run(
-            [sys.executable, str(ROOT / "scripts/random_models.py"), kind, "--out", str(folder)],
-            env={"PYTHONPATH": str(SITE), "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1"},
-            check=True,
-            capture_output=True,
-        )
-    return folders
+    folder = tmp_path_factory.mktemp("models")
+    subprocess.run(
+        [sys.executable, "scripts/random_models.py", "next", "pixtral", "--out", str(folder)],
+        env={"PYTHONPATH": str(SITE), "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1"},
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    )
+    return {"next": folder / "tiny-llava-next", "pixtral": folder / "tiny-pixtral"}
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,6 @@
 """Right answers from real engines: golden tokens, the openai SDK, load, and what is left after."""
 
 import asyncio
-import base64
-import io
 import json
 import random
 import re
@@ -22,6 +20,7 @@ from easerve.workload import shapes
 
 from ..processes import wait_until
 from .conftest import ROOT, RealServer
+from .requests import picture_part, text_part, user
 
 MODEL = "tiny-llava"
 MAX_TOKENS = 24
@@ -39,38 +38,30 @@ TEXTS = (
 )
 
 
-def picture_part(scene: shapes.Scene) -> dict[str, Any]:
-    file = io.BytesIO()
-    scene.picture.save(file, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-    return {"type": "image_url", "image_url": {"url": url}}
-
-
-def text_part(text: str) -> dict[str, Any]:
-    return {"type": "text", "text": text}
-
-
-def user(content: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content}
-
-
 def requests_to_compare() -> list[list[dict[str, Any]]]:
     """30 with a picture, 10 of text, 5 with several pictures (one over two turns)."""
     rng = random.Random(20261129)
     scenes = [shapes.draw(rng) for _ in range(45)]
     asked = [shapes.questions(scene, rng) for scene in scenes]
     single = [
-        [user([picture_part(scene), text_part(rng.choice(questions)[0])])]
+        [user([picture_part(scene.picture), text_part(rng.choice(questions)[0])])]
         for scene, questions in zip(scenes[:30], asked[:30], strict=True)
     ]
     several = [
-        [user([*map(picture_part, scenes[30 + 2 * i : 32 + 2 * i + i % 2]), text_part(TEXTS[i])])]
+        [
+            user(
+                [
+                    *(picture_part(s.picture) for s in scenes[30 + 2 * i : 32 + 2 * i + i % 2]),
+                    text_part(TEXTS[i]),
+                ]
+            )
+        ]
         for i in range(4)
     ]
     turns = [
-        user([picture_part(scenes[40]), text_part(TEXTS[0])]),
+        user([picture_part(scenes[40].picture), text_part(TEXTS[0])]),
         {"role": "assistant", "content": str(scenes[40].things[0])},
-        user([text_part(TEXTS[1]), picture_part(scenes[41])]),
+        user([text_part(TEXTS[1]), picture_part(scenes[41].picture)]),
     ]
     return [*single, *([user(text)] for text in TEXTS), *several, turns]
 
@@ -136,7 +127,7 @@ def client(server: RealServer) -> Iterator[OpenAI]:
 def test_openai_sdk_whole_and_streamed(client: OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     scene = shapes.draw(random.Random(5))
-    messages: Any = [user([picture_part(scene), text_part("How many shapes are there?")])]
+    messages: Any = [user([picture_part(scene.picture), text_part("How many shapes are there?")])]
     whole = client.chat.completions.create(model=MODEL, messages=messages, temperature=0)
     assert whole.choices[0].message.content == " " + shapes.NUMBERS[len(scene.things)]
     assert whole.choices[0].finish_reason == "stop"
@@ -160,7 +151,7 @@ def test_max_tokens_is_kept(server: RealServer, max_tokens: int) -> None:
         f"{server.url}/v1/chat/completions",
         json={
             "model": MODEL,
-            "messages": [user([picture_part(scene), text_part("What is in the picture?")])],
+            "messages": [user([picture_part(scene.picture), text_part("What is in the picture?")])],
             "temperature": 0,
             "max_tokens": max_tokens,
             "ignore_eos": True,
@@ -201,7 +192,7 @@ def test_a_missing_embedding_fails_one_request_and_not_the_engine(
             assert prefill.post("/inference/v1/generate", json=params).status_code == 500
         assert prefill.get("/health").status_code == 200
     scene = shapes.draw(random.Random(7))
-    messages: Any = [user([picture_part(scene), text_part("How many shapes are there?")])]
+    messages: Any = [user([picture_part(scene.picture), text_part("How many shapes are there?")])]
     answer = client.chat.completions.create(model=MODEL, messages=messages, temperature=0)
     assert answer.choices[0].message.content == " " + shapes.NUMBERS[len(scene.things)]
 
@@ -219,7 +210,7 @@ def test_load_leaves_nothing_behind(server: RealServer) -> None:
         scene = scenes[number % len(scenes)]
         parts = [text_part("How many shapes are there?")]
         if number % 4:
-            parts.insert(0, picture_part(scene))
+            parts.insert(0, picture_part(scene.picture))
         messages: Any = [user(parts)]
         async with limit:
             stream = await client.chat.completions.create(

@@ -68,7 +68,7 @@ def picture_and(text: str, seed: int = 5) -> list[dict[str, Any]]:
 
 SEEN = picture_and("What is in the picture?")
 HELLO = [user("Hello there")]
-SAMPLED = {"temperature": 1.0, "seed": 5}
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 5}
 ARGUMENTS = json.dumps({"colour": "red", "count": 1})
 HISTORY = [
     *SEEN,

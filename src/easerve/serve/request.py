@@ -41,7 +41,6 @@ FORWARDED = frozenset(
         "top_p",
         "truncate_prompt_tokens",
         "truncation_side",
-        "vllm_xargs",
     }
 )
 # What clients send that has no bearing on an answer of ours. Ids are minted here.
