@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PYTHON
 
-.PHONY: install demo test test-unit check fmt docs clean
+.PHONY: install demo test test-unit check fmt docs model accuracy clean
 
 install: .venv/cpu  ## the virtual environment with the CPU engines
 	@$(BIN)/easerve --version
@@ -38,6 +38,15 @@ fmt: .venv/dev  ## put the code in form
 
 docs: .venv/dev  ## what is generated from the code
 	$(BIN)/python scripts/lifecycle_diagram.py
+
+# A torchvision that does not fit torch needs the fixes that the engines get.
+WITH_FIXES := PYTHONPATH=src/easerve/engines/vllm/site
+
+model: .venv/cpu  ## train the tiny model anew, into build/tiny-llava
+	$(WITH_FIXES) $(BIN)/python -m scripts.tiny_llava.train build/tiny-llava
+
+accuracy: .venv/cpu  ## how often the tiny model is right
+	$(WITH_FIXES) $(BIN)/python -m scripts.tiny_llava.accuracy
 
 clean:  ## remove the virtual environment and caches
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -109,6 +109,8 @@ class MediaLimits(Section):
     """Media of one request, by kind."""
 
     image: Annotated[int, Field(ge=0)] = 8
+    video: Literal[0] = 0
+    audio: Literal[0] = 0
 
 
 class Limits(Section):

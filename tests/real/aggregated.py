@@ -26,6 +26,7 @@ ARGUMENTS = (
     *("--enforce-eager", "--distributed-executor-backend", EXECUTOR, "--max-num-seqs", "16"),
     *("--tool-call-parser", "hermes", "--enable-auto-tool-choice"),
 )
+OF_A_MODEL = {"pixtral": ("--mm-processor-kwargs", '{"size": {"longest_edge": 48}}')}
 
 
 async def main(folder: Path, models: dict[str, str]) -> None:
@@ -34,7 +35,11 @@ async def main(folder: Path, models: dict[str, str]) -> None:
         EngineSpec(
             WorkerId(name),
             Stage.DECODE,
-            ("--model", model, "--served-model-name", name, "--uds", str(address), *ARGUMENTS),
+            (
+                *("--model", model, "--served-model-name", name, "--uds", str(address)),
+                *ARGUMENTS,
+                *OF_A_MODEL.get(name, ()),
+            ),
             ENV,
             address,
             folders.logs / f"{name}.log",

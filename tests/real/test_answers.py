@@ -44,7 +44,7 @@ def requests_to_compare() -> list[list[dict[str, Any]]]:
     scenes = [shapes.draw(rng) for _ in range(45)]
     asked = [shapes.questions(scene, rng) for scene in scenes]
     single = [
-        [user([picture_part(scene.picture), text_part(rng.choice(questions)[0])])]
+        [user([picture_part(scene.picture), text_part(rng.choice(questions).text)])]
         for scene, questions in zip(scenes[:30], asked[:30], strict=True)
     ]
     several = [

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
+from .aggregated import OF_A_MODEL
 from .conftest import TOOLS, RealServer
 from .requests import picture_of, text_part, user
 
@@ -146,6 +147,7 @@ CASES = [
         parallel_tool_calls=False,
         max_tokens=100,
     ),
+    chat("tools, a picture alone", [user([picture_of(4)])], tools=[SAY], tool_choice="required"),
     chat("tools named", tools=CALLS, tool_choice=NAMED, max_tokens=100),
     chat("tools unknown", tools=[SAY], tool_choice=NAMED),
     chat("tools required, none given", tool_choice="required"),
@@ -200,7 +202,7 @@ def pairs(
     """By the model: a client of the plain engine, and one of ours."""
     options = ("--port", "0", "--dtype", "float32", "--max-model-len", "1024", *TOOLS)
     ours = {
-        name: start(*options, "--served-model-name", name, source=model)
+        name: start(*options, "--served-model-name", name, *OF_A_MODEL.get(name, ()), source=model)
         for name, model in random_models.items()
     }
     servers = {"llava": server} | {name: each.wait_ready() for name, each in ours.items()}
@@ -341,3 +343,11 @@ def test_same_answer_of_other_architectures(
 ) -> None:
     with_ids = case._replace(body={"return_token_ids": True, **case.body})
     compare(pairs[model], with_ids, model)
+
+
+def test_processor_options_are_applied(pairs: dict[str, tuple[httpx.Client, httpx.Client]]) -> None:
+    """A picture of 60x60 is made smaller: 4 rows of 4 patches of 12x12, each with its end."""
+    _, ours = pairs["pixtral"]
+    asked = (chat("text", [user([text_part("What?")])]), chat("picture", picture_and("What?")))
+    usages = [whole(ours, case, "pixtral")["usage"]["prompt_tokens"] for case in asked]
+    assert usages[1] - usages[0] == 4 * (4 + 1)

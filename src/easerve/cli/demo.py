@@ -79,7 +79,7 @@ async def _demo(deployment: Deployment, seed: int, console: Console) -> dict[str
     assert main is not None
     rng = random.Random(seed)  # noqa: S311 (a picture, not a secret)
     scene = shapes.draw(rng)
-    question, expected = rng.choice(shapes.questions(scene, rng))
+    _, question, expected = rng.choice(shapes.questions(scene, rng))
 
     def stop() -> None:
         if not main.cancelling():

@@ -1,0 +1,1 @@
+"""How ``models/tiny-llava`` was made, and how often it is right."""

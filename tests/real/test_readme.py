@@ -1,0 +1,51 @@
+"""The README's clients, as they stand there, against a server that was started as it says."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from .conftest import ROOT, RealServer
+
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def examples() -> Iterator[tuple[str, str]]:
+    """Language and text of each block that talks to the server."""
+    for language, text in BLOCK.findall((ROOT / "README.md").read_text()):
+        if "127.0.0.1:8000" in text and "bench" not in text:
+            yield language, text
+
+
+EXAMPLES = list(examples())
+
+
+def run(language: str, text: str, server: RealServer) -> str:
+    text = text.replace("http://127.0.0.1:8000", server.url)
+    command = [sys.executable, "-c", text] if language == "python" else ["bash", "-c", text]
+    output = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert output.returncode == 0, output.stderr
+    return output.stdout
+
+
+def test_there_are_examples() -> None:
+    assert [language for language, _ in EXAMPLES] == ["", "python", ""]
+
+
+@pytest.mark.parametrize(("language", "text"), EXAMPLES, ids=["picture", "sdk", "tools"])
+def test_an_example_works(server: RealServer, language: str, text: str) -> None:
+    said = run(language, text, server)
+    if language == "python":
+        assert said.strip()
+        return
+    choice = json.loads(said)["choices"][0]
+    if "tools" in text:
+        assert choice["message"]["tool_calls"][0]["function"]["name"] == "look"
+    else:
+        assert choice["message"]["content"].strip() in ("one", "two", "three")
+        assert choice["finish_reason"] == "stop"
