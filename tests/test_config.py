@@ -77,6 +77,13 @@ def test_a_deployment_cannot_be_changed() -> None:
             "prefill.tensor_parallel_size needs",
         ),
         ("{model: m, gpu_memory: 1GiB}", "gpu_memory needs device: cuda"),
+        (
+            "{model: m, engine: {enable_auto_tool_choice: true}}",
+            "engine: enable_auto_tool_choice needs a tool_call_parser",
+        ),
+        ("{model: m, engine: {mm_processor_kwargs: 5}}", "engine.mm_processor_kwargs: .*got 5"),
+        ("{model: m, engine: {chat_template: 5}}", r"engine.chat_template: .*string \(got 5\)"),
+        ("{model: m, engine: {tool_parser: x}}", "engine.tool_parser: unknown key; did you mean"),
         ("{model: m, encode: {gpu_memory_utilization: 1}}", "gpu_memory_utilization needs device"),
         ("{model: m, server: {api_key: ''}}", "server.api_key: .*at least 1"),
         ("{model: m, limits: {limit_mm_per_prompt: {video: 1}}}", "limit_mm_per_prompt.video: "),
@@ -206,3 +213,46 @@ def test_a_model_that_is_no_folder_beside_the_file_stays_as_it_is(tmp_path: Path
     path = tmp_path / "d.yaml"
     path.write_text("model: owner/name")
     assert read_file(path) == {"model": "owner/name"}
+
+
+def test_engines_are_told_nothing_of_templates_parsers_and_processors_by_default() -> None:
+    engine = build({"model": "m"}, "test").engine
+    assert (engine.chat_template, engine.tool_call_parser, engine.reasoning_parser) == (None,) * 3
+    assert (engine.enable_auto_tool_choice, engine.mm_processor_kwargs) == (False, {})
+
+
+def test_templates_parsers_and_processors_are_read(tmp_path: Path) -> None:
+    text = """
+model: m
+engine:
+  tool_call_parser: hermes
+  enable_auto_tool_choice: true
+  reasoning_parser: qwen3
+  mm_processor_kwargs: {max_pixels: 1000, nested: {do_resize: false}}
+"""
+    engine = load(write(tmp_path, text)).engine
+    assert (engine.tool_call_parser, engine.enable_auto_tool_choice) == ("hermes", True)
+    assert engine.reasoning_parser == "qwen3"
+    assert engine.mm_processor_kwargs == {"max_pixels": 1000, "nested": {"do_resize": False}}
+
+
+def test_a_parser_does_not_switch_on_auto_tool_choice() -> None:
+    engine = build({"model": "m", "engine": {"tool_call_parser": "hermes"}}, "test").engine
+    assert not engine.enable_auto_tool_choice
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+def test_a_chat_template_is_seen_from_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, absolute: bool
+) -> None:
+    (tmp_path / "files").mkdir()
+    template = tmp_path / "mine.jinja"
+    given = str(template) if absolute else "../mine.jinja"
+    path = tmp_path / "files" / "d.yaml"
+    path.write_text(json.dumps({"model": "m", "engine": {"chat_template": given, "dtype": "x"}}))
+    for place in (tmp_path, tmp_path / "files", Path("/")):
+        monkeypatch.chdir(place)
+        engine = load(path).engine
+        assert engine.chat_template is not None
+        assert Path(engine.chat_template).resolve() == template
+        assert engine.dtype == "x"

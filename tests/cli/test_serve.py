@@ -69,6 +69,11 @@ def test_a_bad_file_is_named_with_its_key(easerve: Easerve, tmp_path: Path) -> N
         (("--limit-mm-per-prompt", "{"), "--limit-mm-per-prompt: not JSON: '{'"),
         (("--limit-mm-per-prompt", "4"), "limits.limit_mm_per_prompt: "),
         (("--limit-mm-per-prompt", '{"image": "x"}'), "limits.limit_mm_per_prompt.image: "),
+        (("--mm-processor-kwargs", "{max_pixels: 1}"), "--mm-processor-kwargs: not JSON: '{max"),
+        (("--mm-processor-kwargs", ""), "--mm-processor-kwargs: not JSON: ''"),
+        (("--mm-processor-kwargs", "4"), "engine.mm_processor_kwargs: "),
+        (("--mm-processor-kwargs", "[1]"), "engine.mm_processor_kwargs: "),
+        (("--enable-auto-tool-choice",), "enable_auto_tool_choice needs a tool_call_parser"),
         (("--port", "65536"), "command line: server.port: "),
         (("--device", "tpu"), "device: Input should be 'cpu' or 'cuda'"),
         (("--gpu-memory-utilization", "2"), "encode.gpu_memory_utilization: "),
@@ -80,6 +85,11 @@ def test_an_option_that_cannot_be_is_named(
     easerve: Easerve, words: tuple[str, ...], message: str
 ) -> None:
     assert_refused(easerve("serve", "owner/name", *words), message)
+
+
+def test_a_chat_template_that_is_not_there_is_named(easerve: Easerve, model: Path) -> None:
+    ended = easerve("serve", model, "--chat-template", "nosuch.jinja")
+    assert_refused(ended, "engine.chat_template: there is no file 'nosuch.jinja'")
 
 
 def test_a_port_in_use_is_found_before_anything_is_started(easerve: Easerve, model: Path) -> None:
@@ -112,6 +122,36 @@ def test_options_are_laid_over_the_file(read: Any, deployment: Path) -> None:
     assert made.server.api_key.get_secret_value() == "secret"
     assert (made.engine.dtype, made.engine.max_model_len) == ("float32", 512)
     assert made.limits.limit_mm_per_prompt.image == 3
+
+
+TOOL_OPTIONS = (
+    *("--chat-template", __file__, "--tool-call-parser", "hermes"),
+    *("--enable-auto-tool-choice", "--reasoning-parser", "qwen3"),
+    *("--mm-processor-kwargs", '{"max_pixels": 1000}'),
+)
+
+
+def test_options_of_templates_parsers_and_processors_are_taken(read: Any, deployment: Path) -> None:
+    engine = read(deployment, *TOOL_OPTIONS).engine
+    assert (engine.chat_template, engine.tool_call_parser) == (__file__, "hermes")
+    assert (engine.enable_auto_tool_choice, engine.reasoning_parser) == (True, "qwen3")
+    assert engine.mm_processor_kwargs == {"max_pixels": 1000}
+
+
+@pytest.mark.parametrize("given", [{"size": None, "x": 1}, {"size": {}, "x": 1}])
+def test_the_json_of_an_option_is_taken_as_it_is(read: Any, given: dict[str, Any]) -> None:
+    engine = read("owner/name", "--mm-processor-kwargs", json.dumps(given)).engine
+    assert engine.mm_processor_kwargs == given
+
+
+def test_an_option_is_enough_where_the_file_has_the_other(
+    read: Any, tmp_path: Path, deployment: Path
+) -> None:
+    path = tmp_path / "parser.yaml"
+    path.write_text(deployment.read_text() + "engine: {tool_call_parser: hermes}")
+    assert not read(path).engine.enable_auto_tool_choice
+    engine = read(path, "--enable-auto-tool-choice").engine
+    assert (engine.tool_call_parser, engine.enable_auto_tool_choice) == ("hermes", True)
 
 
 def test_what_is_not_given_stays_as_the_file_says(read: Any, deployment: Path) -> None:
@@ -174,6 +214,58 @@ def test_a_dry_run_as_json_is_one_object(easerve: Easerve, deployment: Path) -> 
     assert first["env"]["OMP_NUM_THREADS"] == "1"
     assert [row["worker_id"] for row in shown["memory"]] == [e["name"] for e in shown["engines"]]
     assert shown["memory"][0]["weights"] is None
+
+
+def commands(ended: Ended) -> dict[str, list[str]]:
+    """The command of each engine that a dry run shows."""
+    assert ended.code == 0, ended.err
+    return {engine["name"]: engine["command"] for engine in json.loads(ended.out)["engines"]}
+
+
+def after(command: list[str], flag: str) -> str | None:
+    return command[command.index(flag) + 1] if flag in command else None
+
+
+def test_options_reach_the_commands_that_a_dry_run_shows(
+    easerve: Easerve, deployment: Path
+) -> None:
+    shown = commands(easerve("serve", deployment, *TOOL_OPTIONS, "--dry-run", "--json"))
+    assert list(shown) == ["encode-0", "prefill-0", "prefill-1", "decode-0"]
+    for name, command in shown.items():
+        assert after(command, "--chat-template") == __file__
+        assert after(command, "--tool-call-parser") == "hermes"
+        assert after(command, "--reasoning-parser") == "qwen3"
+        assert "--enable-auto-tool-choice" in command
+        processor = '{"max_pixels": 1000}' if name == "encode-0" else None
+        assert after(command, "--mm-processor-kwargs") == processor
+
+
+@pytest.mark.parametrize(("tower", "limited"), [("clip_vision_model", True), ("pixtral", False)])
+def test_a_dry_run_knows_which_models_media_go_to_prefill(
+    easerve: Easerve, model: Path, tower: str, limited: bool
+) -> None:
+    config = json.loads((model / "config.json").read_text())
+    config["vision_config"] = {"model_type": tower}
+    (model / "config.json").write_text(json.dumps(config))
+    processor = ("--mm-processor-kwargs", '{"x": 1}')
+    shown = commands(easerve("serve", model, *processor, "--dry-run", "--json"))
+    assert ("--limit-mm-per-prompt" in shown["prefill-0"]) is limited
+    assert ("--mm-processor-kwargs" in shown["prefill-0"]) is not limited
+    assert "--limit-mm-per-prompt" in shown["decode-0"]
+    assert "--mm-processor-kwargs" not in shown["decode-0"]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "why"), [("Qwen2VLForConditionalGeneration", "M-RoPE"), ("Other", "what can:")]
+)
+@pytest.mark.parametrize("words", [(), ("--dry-run",)])
+def test_a_model_that_is_not_served_is_refused_with_the_reason(
+    easerve: Easerve, model: Path, architecture: str, why: str, words: tuple[str, ...]
+) -> None:
+    (model / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    ended = easerve("serve", model, *words)
+    assert_refused(ended, f"{architecture} cannot be served by separate stages yet")
+    assert why in ended.err
 
 
 @pytest.mark.parametrize("more", [(), ("--json",)])

@@ -13,6 +13,18 @@ from aiohttp import web
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+def choice(text: str, token: int, finish: str | None = None, **more: Any) -> dict[str, Any]:
+    """As the generate route has it in text mode, whole or in a stream."""
+    return {
+        "index": 0,
+        "text": text,
+        "token_ids": [token],
+        "logprobs": None,
+        "finish_reason": finish,
+        "stop_reason": None,
+    } | more
+
+
 def replies(body: object, status: int = 200) -> Answer:
     """Answer with JSON, or with a text as it is."""
 
@@ -82,8 +94,8 @@ class StandIn:
         """Begin a stream, then say nothing more until the client hangs up."""
         response = web.StreamResponse()
         await response.prepare(request)
-        choice = {"text": "a", "token_ids": [1], "finish_reason": None, "stop_reason": None}
-        await response.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
+        event = {"choices": [choice("a", 1)]}
+        await response.write(f"data: {json.dumps(event)}\n\n".encode())
         return await self.never(request)
 
     @property

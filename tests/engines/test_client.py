@@ -1,8 +1,10 @@
 import asyncio
 import errno
+import hashlib
 import json
 import socket
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,15 @@ from easerve.engines.protocol import (
     EncodeCall,
     EngineError,
     Media,
+    Prefilled,
     Prompt,
+    Route,
 )
 from easerve.engines.vllm import client
-from easerve.engines.vllm.client import GENERATE, VllmEngine
+from easerve.engines.vllm.client import CHAT, COMPLETIONS, GENERATE, VllmEngine
 from easerve.types import MediaItem, Modality, Stage, WorkerId
 
-from .stand_in import Answer, StandIn, breaks_off, fails, replies, stand_in, streams
+from .stand_in import Answer, StandIn, breaks_off, choice, fails, replies, stand_in, streams
 
 FEATURES = {
     "mm_hashes": {"image": ["k0", "k1"]},
@@ -29,18 +33,26 @@ FEATURES = {
 }
 ITEMS = (MediaItem("k0", Modality.IMAGE, 2), MediaItem("k1", Modality.IMAGE, 3))
 TOKENS = [1, 32, 32, 5, 33, 33, 33, 6]
-PROMPT = Prompt(TOKENS, {"max_tokens": 9, "temperature": 0.0}, FEATURES, ITEMS, (32, 33))
-TEXT = Prompt([1, 2, 3], {"max_tokens": 9})
+PICTURES = [
+    {"type": "image_url", "image_url": {"url": "data:0"}, "uuid": "k0"},
+    {"type": "text", "text": "and"},
+    {"type": "image_url", "image_url": {"url": "data:1"}, "uuid": "k1"},
+]
+MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": PICTURES}]
+BODY = {"messages": MESSAGES, "max_completion_tokens": 9, "temperature": 0.0}
+GREEDY = {"max_tokens": 9, "temperature": 0.0}
+PROMPT = Prompt(TOKENS, GREEDY, FEATURES, ITEMS, (32, 33), BODY)
+TEXT = Prompt([1, 2, 3], GREEDY, body={"messages": [{"role": "user", "content": "hi"}]})
 HANDLE = {"do_remote_prefill": True, "remote_block_ids": [1], "remote_engine_id": "p"}
-
-
-def choice(text: str, token: int, finish: str | None = None, **more: Any) -> dict[str, Any]:
-    return {
-        "text": text,
-        "token_ids": [token],
-        "finish_reason": finish,
-        "stop_reason": None,
-    } | more
+KEEP = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+DRAWN_AGAIN = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
 
 
 def prefilled(
@@ -64,6 +76,15 @@ async def engine(tmp_path: Path) -> AsyncIterator[VllmEngine]:
     await engine.close()
 
 
+@pytest.fixture
+async def sparse(tmp_path: Path) -> AsyncIterator[VllmEngine]:
+    """Of a model whose media go to prefill, too."""
+    worker_id, socket = WorkerId("e-0"), tmp_path / "s"
+    engine = VllmEngine(worker_id, Stage.PREFILL, socket, "tiny", media_at_prefill=True)
+    yield engine
+    await engine.close()
+
+
 async def decode(engine: VllmEngine, prompt: Prompt = PROMPT) -> list[Delta]:
     return [delta async for delta in engine.decode(prompt, HANDLE)]
 
@@ -81,38 +102,39 @@ async def call(engine: VllmEngine, method: str) -> object:
             return await engine.prefill(TEXT, None)
         case "decode":
             return await decode(engine)
+        case "decode as OpenAI":
+            return await decode(engine, replace(PROMPT, route=Route.OPENAI))
+        case "decode as OpenAI, whole":
+            return await decode(engine, replace(PROMPT, route=Route.OPENAI, stream=False))
         case "metrics":
             return await engine.metrics()
     raise AssertionError(method)
 
 
-every_method = pytest.mark.parametrize("method", ["render", "encode", "prefill", "decode"])
+METHODS = ["render", "encode", "prefill", "decode", "decode as OpenAI", "decode as OpenAI, whole"]
+every_method = pytest.mark.parametrize("method", METHODS)
 
 
 # Render ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("own", "path"),
+    [
+        ({"messages": [{"role": "user"}], "tools": []}, CHAT),
+        ({"prompt": "hi", "echo": True}, COMPLETIONS),
+        ({"prompt": [1, 2, 3]}, COMPLETIONS),
+    ],
+)
 async def test_render_asks_for_tokens_without_the_media(
-    server: StandIn, engine: VllmEngine
+    server: StandIn, engine: VllmEngine, own: dict[str, Any], path: str
 ) -> None:
-    sampling = {"max_tokens": 9, "temperature": 0.0}
-    server.answer = replies(
-        {"token_ids": TOKENS, "features": FEATURES, "sampling_params": sampling}
-    )
-    body = {"messages": [{"role": "user"}], "stream": True, "model": "theirs", "seed": 1}
-    assert await engine.render(body) == PROMPT
-    assert server.requests == [
-        (
-            "/v1/chat/completions/render",
-            {
-                "messages": [{"role": "user"}],
-                "seed": 1,
-                "model": "tiny",
-                "mm_payload": "none",
-                "stream": False,
-            },
-        )
-    ]
+    reply = {"token_ids": TOKENS, "features": FEATURES, "sampling_params": GREEDY}
+    server.answer = replies(reply if path == CHAT else [reply])
+    body = {**own, "stream": True, "model": "theirs", "seed": 1}
+    assert await engine.render(body) == Prompt(TOKENS, GREEDY, FEATURES, ITEMS, (32, 33), body)
+    sent = {**own, "seed": 1, "model": "tiny", "mm_payload": "none", "stream": False}
+    assert server.requests == [(f"{path}/render", sent)]
 
 
 async def test_rendered_items_of_all_kinds_are_in_prompt_order(
@@ -138,93 +160,8 @@ async def test_rendered_items_of_all_kinds_are_in_prompt_order(
 
 
 async def test_rendered_text_has_no_items(server: StandIn, engine: VllmEngine) -> None:
-    server.answer = replies(
-        {"token_ids": [1, 2, 3], "features": None, "sampling_params": {"max_tokens": 9}}
-    )
-    assert await engine.render({"messages": []}) == TEXT
-
-
-# Encode ---------------------------------------------------------------------------------------
-
-
-async def test_encode_is_one_call_with_a_folder_for_each_item(
-    server: StandIn, engine: VllmEngine
-) -> None:
-    await engine.encode(
-        [
-            EncodeCall(Media("k0", "image_url", "data:0"), 32, Path("/shm/r")),
-            EncodeCall(Media("k1", "audio_url", "data:1"), 40, Path("/shm/s")),
-        ]
-    )
-    assert server.requests == [
-        (
-            GENERATE,
-            {
-                "model": "tiny",
-                "token_ids": [32, 40],
-                "content_parts": [
-                    {"type": "image_url", "url": "data:0", "uuid": "k0"},
-                    {"type": "audio_url", "url": "data:1", "uuid": "k1"},
-                ],
-                "sampling_params": {"max_tokens": 1, "temperature": 0.0},
-                "ec_transfer_params": {"folders": ["/shm/r", "/shm/s"]},
-            },
-        )
-    ]
-
-
-# Prefill --------------------------------------------------------------------------------------
-
-
-async def test_prefill_asks_for_one_token_and_keeps_the_kv_cache(
-    server: StandIn, engine: VllmEngine
-) -> None:
-    server.answer = replies(prefilled(ec_transfer_params={"load_s": 0.25}))
-    made = await engine.prefill(PROMPT, Path("/shm/r"))
-    assert made.first == Delta("two", [7], "length")
-    assert (made.final, made.handle, made.load_s) == (False, HANDLE, 0.25)
-    assert server.body == {
-        "model": "tiny",
-        "token_ids": TOKENS,
-        "features": FEATURES,
-        "sampling_params": {"max_tokens": 1, "temperature": 0.0},
-        "output_mode": "text",
-        "ec_transfer_params": {"folders": ["/shm/r", "/shm/r"]},
-        "kv_transfer_params": {
-            "do_remote_decode": True,
-            "do_remote_prefill": False,
-            "remote_engine_id": None,
-            "remote_block_ids": None,
-            "remote_host": None,
-            "remote_port": None,
-        },
-    }
-
-
-async def test_prefill_of_text_names_no_embeddings(server: StandIn, engine: VllmEngine) -> None:
-    server.answer = replies(prefilled())
-    assert (await engine.prefill(TEXT, None)).load_s is None
-    assert not {"features", "ec_transfer_params", "content_parts"} & server.body.keys()
-
-
-async def test_no_media_are_sent_to_prefill_and_decode(server: StandIn, engine: VllmEngine) -> None:
-    server.answer = replies(prefilled())
-    await engine.prefill(PROMPT, Path("/shm/r"))
-    server.answer = streams({"choices": [choice("two", 7, "stop")]})
-    await decode(engine)
-    assert "content_parts" not in json.dumps(server.requests)
-    assert "url" not in json.dumps(server.requests)
-
-
-@pytest.mark.parametrize(("asked", "sent"), [(None, None), (0, 0), (1, 1), (5, 1)])
-async def test_prefill_cannot_be_asked_for_more_tokens_than_its_one(
-    server: StandIn, engine: VllmEngine, asked: int | None, sent: int | None
-) -> None:
-    server.answer = replies(prefilled())
-    sampling = {"max_tokens": 9} | ({} if asked is None else {"min_tokens": asked})
-    await engine.prefill(Prompt([1], sampling), None)
-    assert server.body["sampling_params"].get("min_tokens") == sent
-    assert sampling["max_tokens"] == 9, "the prompt itself is not changed"
+    server.answer = replies({"token_ids": [1, 2, 3], "features": None, "sampling_params": GREEDY})
+    assert await engine.render(TEXT.body) == TEXT
 
 
 async def test_a_limit_that_vllm_leaves_out_is_its_default(
@@ -235,41 +172,255 @@ async def test_a_limit_that_vllm_leaves_out_is_its_default(
     assert (prompt.max_new_tokens, prompt.sampling) == (16, {"max_tokens": 16})
 
 
-@pytest.mark.parametrize(
-    ("sampling", "may_end"),
-    [
-        ({"max_tokens": 9, "temperature": 0.0}, True),
-        ({"max_tokens": 9, "temperature": 0.7}, False),
-        ({"max_tokens": 9}, False),
-        ({"max_tokens": 1, "temperature": 0.7}, True),
-    ],
-)
-async def test_a_first_token_that_decode_will_draw_again_cannot_end_the_answer(
-    server: StandIn, engine: VllmEngine, sampling: dict[str, Any], may_end: bool
+# Encode ---------------------------------------------------------------------------------------
+
+CALLS = [
+    EncodeCall(Media("k0", "image_url", "data:0"), 32, Path("/shm/r")),
+    EncodeCall(Media("k1", "audio_url", "data:1"), 40, Path("/shm/s")),
+]
+
+
+async def test_encode_is_one_call_with_a_folder_for_each_item(
+    server: StandIn, engine: VllmEngine
+) -> None:
+    await engine.encode(CALLS)
+    sent = {
+        "model": "tiny",
+        "token_ids": [32, 40],
+        "content_parts": [
+            {"type": "image_url", "url": "data:0", "uuid": "k0"},
+            {"type": "audio_url", "url": "data:1", "uuid": "k1"},
+        ],
+        "sampling_params": DRAWN_AGAIN,
+        "ec_transfer_params": {"folders": ["/shm/r", "/shm/s"]},
+    }
+    assert server.requests == [(GENERATE, sent)]
+
+
+async def test_encode_of_sparse_placeholders_is_one_chat(
+    server: StandIn, sparse: VllmEngine
+) -> None:
+    await sparse.encode(CALLS)
+    parts = [
+        {"type": "image_url", "image_url": {"url": "data:0"}, "uuid": "k0"},
+        {"type": "audio_url", "audio_url": {"url": "data:1"}, "uuid": "k1"},
+    ]
+    sent = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": parts}],
+        "ec_transfer_params": {"folders": ["/shm/r", "/shm/s"]},
+        **DRAWN_AGAIN,
+    }
+    assert server.requests == [(CHAT, sent)]
+
+
+# Prefill --------------------------------------------------------------------------------------
+
+
+def drawn(**sampling: Any) -> Prompt:
+    """A prompt of text with these sampling parameters."""
+    return Prompt([1], {"max_tokens": 9} | sampling)
+
+
+async def test_prefill_asks_for_one_token_and_keeps_the_kv_cache(
+    server: StandIn, engine: VllmEngine
+) -> None:
+    server.answer = replies(prefilled(ec_transfer_params={"load_s": 0.25}))
+    made = await engine.prefill(PROMPT, Path("/shm/r"))
+    assert made == Prefilled(HANDLE, load_s=0.25)
+    sent = {
+        "model": "tiny",
+        "token_ids": TOKENS,
+        "features": FEATURES,
+        "sampling_params": {"max_tokens": 1, "temperature": 0.0},
+        "output_mode": "text",
+        "ec_transfer_params": {"folders": ["/shm/r", "/shm/r"]},
+        "kv_transfer_params": KEEP,
+    }
+    assert server.requests == [(GENERATE, sent)]
+
+
+async def test_prefill_of_text_names_no_embeddings(server: StandIn, engine: VllmEngine) -> None:
+    server.answer = replies(prefilled())
+    assert await engine.prefill(TEXT, None) == Prefilled(HANDLE)
+    sent = {
+        "model": "tiny",
+        "token_ids": [1, 2, 3],
+        "sampling_params": {"max_tokens": 1, "temperature": 0.0},
+        "output_mode": "text",
+        "kv_transfer_params": KEEP,
+    }
+    assert server.requests == [(GENERATE, sent)]
+
+
+async def test_no_media_are_sent_to_prefill_and_decode(server: StandIn, engine: VllmEngine) -> None:
+    server.answer = replies(prefilled())
+    await engine.prefill(PROMPT, Path("/shm/r"))
+    server.answer = streams({"choices": [choice("two", 7, "stop")]})
+    await decode(engine)
+    await decode_openai(server, engine, PROMPT)
+    assert "content_parts" not in json.dumps(server.requests)
+    assert "url" not in json.dumps(server.requests)
+
+
+# What prefill draws, by what decode will draw from the same place.
+DECIDES = {
+    "greedy": ({"temperature": 0.0}, Route.TEXT, True),
+    "drawn": ({"temperature": 0.7}, Route.TEXT, False),
+    "drawn by default": ({}, Route.TEXT, False),
+    "one token": ({"max_tokens": 1}, Route.TEXT, True),
+    "one drawn token": ({"max_tokens": 1, "temperature": 0.7}, Route.TEXT, True),
+    "greedy format": ({"temperature": 0.0, "structured_outputs": {"json": {}}}, Route.TEXT, False),
+    "one token of a format": (
+        {"max_tokens": 1, "structured_outputs": {"json": {}}},
+        Route.TEXT,
+        False,
+    ),
+    "no format": ({"temperature": 0.0, "structured_outputs": None}, Route.TEXT, True),
+    "greedy, parsed": ({"temperature": 0.0}, Route.OPENAI, False),
+    "one token, parsed": ({"max_tokens": 1}, Route.OPENAI, False),
+}
+ENDS = {"stop": ["x"], "stop_token_ids": [7], "seed": 3, "min_tokens": 5, "logprobs": 2}
+
+
+@pytest.mark.parametrize(("sampling", "route", "decides"), DECIDES.values(), ids=DECIDES)
+async def test_prefill_ends_an_answer_only_if_it_draws_what_decode_would(
+    server: StandIn, engine: VllmEngine, sampling: dict[str, Any], route: Route, decides: bool
+) -> None:
+    prompt = replace(drawn(**ENDS | sampling), route=route)
+    before = dict(prompt.sampling)
+    server.answer = replies(prefilled("stop"))
+    made = await engine.prefill(prompt, None)
+    if decides:
+        assert server.body["sampling_params"] == before | {"max_tokens": 1, "min_tokens": 1}
+        assert made == Prefilled(answer=Delta("two", [7], "stop"))
+    else:
+        assert server.body["sampling_params"] == DRAWN_AGAIN
+        assert made == Prefilled(HANDLE)
+    keeps = prompt.max_new_tokens > 1 or not decides
+    assert server.body.get("kv_transfer_params") == (KEEP if keeps else None)
+    assert prompt.sampling == before, "the prompt itself is not changed"
+
+
+@pytest.mark.parametrize(("asked", "sent"), [(None, None), (0, 0), (1, 1), (5, 1)])
+async def test_prefill_cannot_be_asked_for_more_tokens_than_its_one(
+    server: StandIn, engine: VllmEngine, asked: int | None, sent: int | None
 ) -> None:
     server.answer = replies(prefilled())
-    await engine.prefill(Prompt([1], sampling | {"stop": ["x"], "stop_token_ids": [7]}), None)
-    sent = server.body["sampling_params"]
-    ends = (["x"], [7], None) if may_end else ([], [], True)
-    assert (sent["stop"], sent["stop_token_ids"], sent.get("ignore_eos")) == ends
+    given = {} if asked is None else {"min_tokens": asked}
+    await engine.prefill(drawn(temperature=0, **given), None)
+    assert server.body["sampling_params"].get("min_tokens") == sent
+
+
+async def test_a_first_token_that_does_not_end_the_answer_is_decodes_to_say(
+    server: StandIn, engine: VllmEngine
+) -> None:
+    server.answer = replies(prefilled("length"))
+    assert await engine.prefill(TEXT, None) == Prefilled(HANDLE)
 
 
 async def test_an_answer_of_one_token_needs_no_decode(server: StandIn, engine: VllmEngine) -> None:
-    server.answer = replies(prefilled(handle=None))
-    made = await engine.prefill(Prompt([1], {"max_tokens": 1}), None)
-    assert made.final
-    assert made.first.finish_reason == "length"
-    assert "kv_transfer_params" not in server.body
+    server.answer = replies(prefilled(handle=None, ec_transfer_params={"load_s": 0.5}))
+    made = await engine.prefill(drawn(max_tokens=1), None)
+    assert made == Prefilled(answer=Delta("two", [7], "length"), load_s=0.5)
 
 
 @pytest.mark.parametrize("handle", [HANDLE, None])
 async def test_an_answer_that_ends_at_its_first_token_is_final(
     server: StandIn, engine: VllmEngine, handle: Mapping[str, Any] | None
 ) -> None:
-    server.answer = replies(prefilled("stop", handle))
+    entry = {"token": "two", "logprob": -1.0, "bytes": None, "top_logprobs": []}
+    said = choice("two", 7, "stop", stop_reason=3, logprobs={"content": [entry]})
+    server.answer = replies(prefilled(handle=handle, choices=[said]))
     made = await engine.prefill(TEXT, None)
-    assert made.final
-    assert made.first.finish_reason == "stop"
+    assert made == Prefilled(answer=Delta("two", [7], "stop", 3, [entry]))
+
+
+@pytest.mark.parametrize("salt", ["mine", None, ""])
+async def test_the_clients_salt_goes_with_the_tokens(
+    server: StandIn, engine: VllmEngine, salt: str | None
+) -> None:
+    server.answer = replies(prefilled())
+    salted = replace(TEXT, body={**TEXT.body, "cache_salt": salt})
+    await engine.prefill(salted, None)
+    server.answer = streams({"choices": [choice("two", 7, "stop")]})
+    await decode(engine, salted)
+    assert [body.get("cache_salt") for _, body in server.requests] == [salt or None] * 2
+
+
+# Prefill with sparse placeholders -------------------------------------------------------------
+
+RENDERING = {
+    "add_generation_prompt": False,
+    "add_special_tokens": True,
+    "cache_salt": "mine",
+    "chat_template_kwargs": {"a": 1},
+    "continue_final_message": True,
+    "documents": [{}],
+    "messages": MESSAGES,
+    "reasoning_effort": "low",
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "truncate_prompt_tokens": 5,
+    "truncation_side": "left",
+}
+SAYING = {
+    "allowed_token_ids": [1],
+    "bad_words": ["x"],
+    "frequency_penalty": 1,
+    "include_reasoning": False,
+    "logit_bias": {"1": 1},
+    "logprobs": True,
+    "max_completion_tokens": 9,
+    "max_tokens": 9,
+    "min_tokens": 5,
+    "parallel_tool_calls": False,
+    "response_format": {"type": "json_object"},
+    "seed": 1,
+    "stop": ["x"],
+    "structured_outputs": {"regex": "a"},
+    "temperature": 0.7,
+    "tool_choice": "required",
+    "top_logprobs": 2,
+}
+
+
+@pytest.mark.parametrize("route", Route)
+@pytest.mark.parametrize("max_tokens", [1, 9])
+async def test_prefill_of_sparse_placeholders_is_the_chat_again_with_its_media(
+    server: StandIn, sparse: VllmEngine, route: Route, max_tokens: int
+) -> None:
+    reply = {"choices": [{"message": {}, "finish_reason": "length"}], "kv_transfer_params": HANDLE}
+    server.answer = replies(reply | {"ec_transfer_params": {"load_s": 0.25}})
+    sampling = GREEDY | {"max_tokens": max_tokens}
+    prompt = replace(PROMPT, body=RENDERING | SAYING, route=route, sampling=sampling)
+    assert await sparse.prefill(prompt, Path("/shm/r")) == Prefilled(HANDLE, load_s=0.25)
+    sent = {
+        "model": "tiny",
+        **RENDERING,
+        **DRAWN_AGAIN,
+        "tool_choice": "none",
+        "return_token_ids": True,
+        "ec_transfer_params": {"folders": ["/shm/r", "/shm/r"]},
+        "kv_transfer_params": KEEP,
+    }
+    assert server.requests == [(CHAT, sent)]
+
+
+async def test_text_is_prefilled_as_everywhere(server: StandIn, sparse: VllmEngine) -> None:
+    server.answer = replies(prefilled("stop"))
+    assert (await sparse.prefill(TEXT, None)).answer == Delta("two", [7], "stop")
+    assert [path for path, _ in server.requests] == [GENERATE]
+
+
+async def test_a_prefill_with_media_that_lacked_an_embedding_says_so(
+    server: StandIn, sparse: VllmEngine, tmp_path: Path
+) -> None:
+    server.answer = fails(500)
+    with pytest.raises(EmbeddingMissingError):
+        await sparse.prefill(PROMPT, tmp_path)
+
+
+# Prefill fails --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("handle", [None, {}])
@@ -322,17 +473,19 @@ async def test_a_failed_prefill_of_text_lacked_no_embedding(
 
 
 async def test_decode_streams_what_comes(server: StandIn, engine: VllmEngine) -> None:
+    entry = {"token": "a ", "logprob": -1.0, "bytes": None, "top_logprobs": []}
     server.answer = streams(
-        {"choices": [choice("a ", 7)]},
+        {"choices": [choice("a ", 7, logprobs={"content": [entry]})]},
         {"choices": []},
         {"choices": [choice("ré", 8, None, token_ids=None)]},
         {"choices": [choice("", 9, "stop", stop_reason="x")]},
     )
     assert await decode(engine) == [
-        Delta("a ", [7]),
+        Delta("a ", [7], logprobs=[entry]),
         Delta("ré", ()),
         Delta("", [9], "stop", "x"),
     ]
+    assert server.requests[0][0] == GENERATE
     assert server.body == {
         "model": "tiny",
         "token_ids": TOKENS,
@@ -344,27 +497,203 @@ async def test_decode_streams_what_comes(server: StandIn, engine: VllmEngine) ->
     }
 
 
+async def test_a_seed_of_a_leg_goes_to_decode(server: StandIn, engine: VllmEngine) -> None:
+    server.answer = streams({"choices": [choice("two", 7, "stop")]})
+    await decode(engine, drawn(seed=5).for_leg(2))
+    assert server.body["sampling_params"] == {"max_tokens": 9, "seed": 7}
+
+
+@pytest.mark.parametrize("method", ["decode", "decode as OpenAI"])
 @pytest.mark.parametrize(("code", "retryable"), [(500, True), (400, False), (None, True)])
 async def test_an_error_within_a_stream_is_raised_after_what_came_before(
-    server: StandIn, engine: VllmEngine, code: int | None, retryable: bool
+    server: StandIn, engine: VllmEngine, method: str, code: int | None, retryable: bool
 ) -> None:
     error = {"error": {"message": "no blocks", "code": code}}
     server.answer = streams({"choices": [choice("a", 7)]}, error)
-    stream = engine.decode(PROMPT, HANDLE)
-    assert await anext(stream) == Delta("a", [7])
+    route = Route.TEXT if method == "decode" else Route.OPENAI
+    stream = engine.decode(replace(PROMPT, route=route), HANDLE)
+    assert (await anext(stream)).token_ids == [7]
     with pytest.raises(EngineError, match="e-0: no blocks") as raised:
         await anext(stream)
     assert (raised.value.status, raised.value.retryable) == (code, retryable)
 
 
 @pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("method", ["decode", "decode as OpenAI"])
 async def test_a_stream_that_ends_before_its_finish_reason_was_broken_off(
-    server: StandIn, engine: VllmEngine, whole: bool
+    server: StandIn, engine: VllmEngine, method: str, whole: bool
 ) -> None:
-    server.answer = streams({"choices": [choice("a", 7)]}, whole=whole)
+    usage = {"choices": [], "usage": {"completion_tokens": 1}}
+    server.answer = streams({"choices": [choice("a", 7)]}, usage, whole=whole)
     with pytest.raises(EngineError) as error:
-        await decode(engine)
+        await call(engine, method)
     assert error.value.retryable
+
+
+# Decode on its OpenAI routes ------------------------------------------------------------------
+
+USAGE = {"prompt_tokens": 8, "completion_tokens": 2, "total_tokens": 10}
+COMPLETION = Prompt([1, 2, 3], GREEDY, body={"prompt": "hi", "logprobs": 1, "max_tokens": 9})
+
+
+def chunk(token: int | None, finish: str | None = None, **more: Any) -> dict[str, Any]:
+    """A chunk's choice of a chat, as vLLM leaves out what it did not set."""
+    given = {"index": 0, "delta": {"content": "a"}, "logprobs": None, "finish_reason": finish}
+    return given | ({} if token is None else {"token_ids": [token]}) | more
+
+
+async def decode_openai(server: StandIn, engine: VllmEngine, prompt: Prompt) -> Any:
+    """What decode's own route is sent for a prompt; and its path."""
+    server.answer = (
+        streams({"choices": [chunk(7, "stop")]})
+        if prompt.stream
+        else replies({"choices": [chunk(7, "stop")], "usage": USAGE})
+    )
+    await decode(engine, replace(prompt, route=Route.OPENAI))
+    return server.requests[-1]
+
+
+def salt_of(*parts: str) -> str:
+    return hashlib.sha256("|".join(parts).encode()).hexdigest()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_chat_is_sent_to_decode_without_media_and_with_its_tokens(
+    server: StandIn, engine: VllmEngine, stream: bool
+) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    body = BODY | {"tools": tools, "tool_choice": "required", "max_tokens": 99}
+    path, sent = await decode_openai(server, engine, replace(PROMPT, body=body, stream=stream))
+    assert path == CHAT
+    assert sent == {
+        "model": "tiny",
+        "messages": [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": [{"type": "text", "text": "and"}]},
+        ],
+        "tools": tools,
+        "tool_choice": "required",
+        "temperature": 0.0,
+        "max_tokens": 9,
+        "seed": None,
+        "stream": stream,
+        "return_token_ids": True,
+        "cache_salt": salt_of("", "k0", "k1"),
+        "kv_transfer_params": {**HANDLE, "prompt_token_ids": TOKENS},
+    } | ({"stream_options": {"include_usage": True}} if stream else {})
+    assert body["messages"] == MESSAGES, "the request itself is not changed"
+    assert "prompt_token_ids" not in HANDLE
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_completion_is_sent_to_decode_as_tokens(
+    server: StandIn, engine: VllmEngine, stream: bool
+) -> None:
+    path, sent = await decode_openai(server, engine, replace(COMPLETION, stream=stream))
+    assert path == COMPLETIONS
+    assert sent == {
+        "model": "tiny",
+        "prompt": [1, 2, 3],
+        "logprobs": 1,
+        "max_tokens": 9,
+        "seed": None,
+        "stream": stream,
+        "return_token_ids": True,
+        "kv_transfer_params": HANDLE,
+    } | ({"stream_options": {"include_usage": True}} if stream else {})
+
+
+@pytest.mark.parametrize(("echo", "ids"), [(True, False), (False, True), (None, True)])
+async def test_an_echoed_prompt_comes_as_text_so_no_ids_are_asked_for(
+    server: StandIn, engine: VllmEngine, echo: bool | None, ids: bool
+) -> None:
+    prompt = replace(COMPLETION, body={"prompt": "hi"} | ({} if echo is None else {"echo": echo}))
+    _, sent = await decode_openai(server, engine, prompt)
+    assert sent["return_token_ids"] is ids
+
+
+async def test_messages_without_content_are_sent_as_they_are(
+    server: StandIn, engine: VllmEngine
+) -> None:
+    messages = [{"role": "assistant", "tool_calls": [{}]}, {"role": "tool", "content": "one"}]
+    _, sent = await decode_openai(server, engine, replace(TEXT, body={"messages": messages}))
+    assert sent["messages"] == messages
+
+
+async def test_the_seed_of_a_leg_goes_to_decodes_own_route(
+    server: StandIn, engine: VllmEngine
+) -> None:
+    prompt = replace(PROMPT, body=BODY | {"seed": 5}, sampling=GREEDY | {"seed": 5})
+    _, sent = await decode_openai(server, engine, prompt.for_leg(2))
+    assert sent["seed"] == 7
+
+
+@pytest.mark.parametrize(
+    ("keys", "given", "salt"),
+    [
+        ((), None, None),
+        ((), "mine", "mine"),
+        (("k0",), None, salt_of("", "k0")),
+        (("k0",), "mine", salt_of("mine", "k0")),
+        (("k0", "k1"), None, salt_of("", "k0", "k1")),
+        (("k1", "k0"), None, salt_of("", "k1", "k0")),
+    ],
+)
+async def test_a_salt_stands_for_the_pictures_that_decode_does_not_see(
+    server: StandIn, engine: VllmEngine, keys: tuple[str, ...], given: str | None, salt: str | None
+) -> None:
+    items = tuple(MediaItem(key, Modality.IMAGE, 2) for key in keys)
+    body = BODY | ({} if given is None else {"cache_salt": given})
+    _, sent = await decode_openai(server, engine, replace(PROMPT, items=items, body=body))
+    assert sent.get("cache_salt") == salt
+    assert ("cache_salt" in sent) is (salt is not None)
+
+
+async def test_chunks_of_decode_are_passed_on_and_then_its_usage(
+    server: StandIn, engine: VllmEngine
+) -> None:
+    parts = [
+        chunk(None, delta={"role": "assistant", "content": ""}),
+        chunk(7, delta={"tool_calls": [{"index": 0}]}),
+        chunk(8, "tool_calls", stop_reason=3, delta={}),
+    ]
+    server.answer = streams(
+        *({"choices": [part]} for part in parts), {"choices": [], "usage": USAGE}
+    )
+    assert await decode(engine, replace(PROMPT, route=Route.OPENAI)) == [
+        Delta("", (), choice=parts[0]),
+        Delta("", [7], choice=parts[1]),
+        Delta("", [8], "tool_calls", 3, choice=parts[2]),
+        Delta("", usage=USAGE),
+    ]
+
+
+async def test_only_the_usage_of_the_whole_answer_counts(
+    server: StandIn, engine: VllmEngine
+) -> None:
+    parts = [chunk(7), chunk(8, "stop")]
+    events = [{"choices": [part], "usage": USAGE | {"completion_tokens": 1}} for part in parts]
+    server.answer = streams(*events, {"choices": [], "usage": None})
+    deltas = await decode(engine, replace(PROMPT, route=Route.OPENAI))
+    assert [(delta.choice, delta.usage) for delta in deltas] == [(part, None) for part in parts]
+
+
+async def test_a_whole_answer_of_decode_is_one_piece(server: StandIn, engine: VllmEngine) -> None:
+    message: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [{}]}
+    whole = {"index": 0, "message": message, "finish_reason": "stop", "token_ids": [7, 8]}
+    server.answer = replies({"choices": [whole], "usage": USAGE})
+    prompt = replace(PROMPT, route=Route.OPENAI, stream=False)
+    assert await decode(engine, prompt) == [
+        Delta("", [7, 8], "stop", choice=whole, usage=USAGE),
+    ]
+
+
+async def test_an_echo_has_no_ids_to_count(server: StandIn, engine: VllmEngine) -> None:
+    part = {"index": 0, "text": "hi a", "logprobs": None, "finish_reason": "length"}
+    part |= {"stop_reason": None, "token_ids": None}
+    server.answer = replies({"choices": [part], "usage": USAGE})
+    prompt = replace(COMPLETION, route=Route.OPENAI, stream=False)
+    assert await decode(engine, prompt) == [Delta("", (), "length", choice=part, usage=USAGE)]
 
 
 # Failures -------------------------------------------------------------------------------------
@@ -403,7 +732,7 @@ async def test_a_connection_that_breaks_or_carries_garbage_may_go_better_elsewhe
     assert (error.value.status, error.value.retryable) == (None, True)
 
 
-@pytest.mark.parametrize("method", ["render", "encode", "prefill", "decode", "metrics"])
+@pytest.mark.parametrize("method", [*METHODS, "metrics"])
 @pytest.mark.parametrize("file", [False, True])
 async def test_an_engine_that_is_gone_is_an_error_that_names_it(
     engine: VllmEngine, tmp_path: Path, method: str, file: bool

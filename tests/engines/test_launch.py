@@ -15,9 +15,10 @@ from easerve.types import Stage
 RUN, LOGS = Path("/run/x"), Path("/log/x")
 
 
-def specs(**content: Any) -> dict[str, EngineSpec]:
+def specs(media_at_prefill: bool = False, **content: Any) -> dict[str, EngineSpec]:
     """The launches of a deployment, by engine."""
-    made = engine_specs(build({"model": "owner/name", **content}, "test"), RUN, LOGS)
+    deployment = build({"model": "owner/name", **content}, "test")
+    made = engine_specs(deployment, RUN, LOGS, media_at_prefill)
     return {spec.worker_id: spec for spec in made}
 
 
@@ -71,6 +72,19 @@ def test_prefill_and_decode_load_the_language_model_only(
     }
     ec = config(spec, "--ec-transfer-config")
     assert (ec and ec["ec_role"]) == ec_role
+
+
+def test_a_prefill_that_gets_media_may_be_given_them(device: str) -> None:
+    dense, sparse = specs(device=device), specs(device=device, media_at_prefill=True)
+    for name, spec in sparse.items():
+        limited = config(spec, "--limit-mm-per-prompt")
+        assert limited == ({"image": 0, "video": 0, "audio": 0} if name == "decode-0" else None)
+        if name != "prefill-0":
+            assert spec.argv == dense[name].argv
+    prefill = sparse["prefill-0"]
+    assert value(prefill, "--mm-processor-cache-gb") == "0"
+    for flag in ("--kv-transfer-config", "--ec-transfer-config"):
+        assert config(prefill, flag) == config(dense["prefill-0"], flag)
 
 
 def test_every_engine_serves_the_model_under_its_name_on_its_own_socket(device: str) -> None:
@@ -165,6 +179,48 @@ def test_options_of_a_stage_go_to_its_engines_only() -> None:
 def test_code_from_a_model_is_run_only_where_the_file_says_so(trusted: bool) -> None:
     for spec in specs(engine={"trust_remote_code": trusted}).values():
         assert ("--trust-remote-code" in spec.argv) is trusted
+
+
+TEXT_FLAGS = {
+    "chat_template": ("--chat-template", __file__),  # any file
+    "tool_call_parser": ("--tool-call-parser", "hermes"),
+    "reasoning_parser": ("--reasoning-parser", "qwen3"),
+}
+
+
+@pytest.mark.parametrize(("flag", "given"), TEXT_FLAGS.values(), ids=TEXT_FLAGS)
+def test_whoever_renders_or_parses_is_told_how(device: str, flag: str, given: str) -> None:
+    key = flag.removeprefix("--").replace("-", "_")
+    for spec in specs(device=device, engine={key: given}).values():
+        assert value(spec, flag) == given
+    for spec in specs(device=device).values():
+        assert flag not in spec.argv
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_tools_are_called_unasked_only_where_the_file_says_so(enabled: bool) -> None:
+    engine = {"tool_call_parser": "hermes", "enable_auto_tool_choice": enabled}
+    for spec in specs(engine=engine).values():
+        assert spec.argv.count("--enable-auto-tool-choice") == enabled
+
+
+@pytest.mark.parametrize(
+    ("media_at_prefill", "told"), [(False, {"encode-0"}), (True, {"encode-0", "prefill-0"})]
+)
+def test_only_engines_that_take_media_are_told_how_to_treat_them(
+    device: str, media_at_prefill: bool, told: set[str]
+) -> None:
+    given = {"max_pixels": 1000, "nested": {"do_resize": False}}
+    engine = {"mm_processor_kwargs": given}
+    made = specs(device=device, media_at_prefill=media_at_prefill, engine=engine)
+    assert {name for name, spec in made.items() if "--mm-processor-kwargs" in spec.argv} == told
+    for name in told:
+        assert config(made[name], "--mm-processor-kwargs") == given
+
+
+def test_without_anything_to_tell_of_media_nothing_is_told() -> None:
+    for spec in specs(media_at_prefill=True, engine={"mm_processor_kwargs": {}}).values():
+        assert "--mm-processor-kwargs" not in spec.argv
 
 
 def test_extra_arguments_come_last_the_stages_after_the_common_ones(device: str) -> None:

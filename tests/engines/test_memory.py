@@ -7,13 +7,13 @@ from easerve.config import GIB, MIB, ConfigError, Deployment, build
 from easerve.engines.vllm import memory
 from easerve.engines.vllm.launch import CPU_KV_CACHE_BYTES
 from easerve.engines.vllm.memory import Row, check, gib, plan
-from easerve.engines.vllm.models import ModelInfo
+from easerve.engines.vllm.models import CAPABILITIES, ModelInfo
 
 # As LLaVA-NeXT 34B: 60 layers, 8 key-value heads of 128, all in 16 bit.
 KV_BYTES = 2 * 60 * 8 * 128 * 2
 INFO = ModelInfo(
-    "LlavaNextForConditionalGeneration",
-    "llava_next",
+    architecture="LlavaNextForConditionalGeneration",
+    model_type="llava_next",
     encoder_bytes=GIB // 2,
     language_bytes=64 * GIB,
     kv_bytes_per_token=KV_BYTES,
@@ -64,6 +64,13 @@ def test_a_34b_model_fits_on_two_48_gb_gpus() -> None:
 def test_an_encoder_holds_its_weights_and_no_kv_cache() -> None:
     encoder = rows_of(on_gpus())["encode-0"]
     assert (encoder.weights, encoder.kv_cache, encoder.kv_tokens) == (GIB // 2, 0, None)
+
+
+def test_a_prefill_that_gets_media_holds_the_encoders_weights_too() -> None:
+    sparse = CAPABILITIES["LlavaForConditionalGeneration/pixtral"]
+    rows = rows_of(on_gpus(), replace(INFO, capability=sparse))
+    assert rows["prefill-0"].weights == (64 * GIB + GIB // 2) // 2
+    assert rows["decode-0"].weights == 32 * GIB
 
 
 def test_a_34b_model_does_not_fit_on_one_48_gb_gpu_and_the_error_has_the_numbers() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from easerve.config import ConfigError
-from easerve.engines.vllm.models import ModelInfo, inspect
+from easerve.engines.vllm.models import CAPABILITIES, ModelInfo, inspect, read
 
 LLAVA: dict[str, Any] = {
     "architectures": ["LlavaForConditionalGeneration"],
@@ -128,13 +128,79 @@ def test_a_path_that_is_not_there_is_an_error(model: str) -> None:
     assert repr(model) in str(error.value)
 
 
+# Capabilities ---------------------------------------------------------------------------------
+
+SERVED = ["LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration"]
+UNSERVED = sorted(name for name, capability in CAPABILITIES.items() if not capability.served)
+
+
 @pytest.mark.parametrize(
-    "architecture", ["Gemma3ForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"]
+    ("architecture", "vision", "known_as", "media_at_prefill"),
+    [
+        (SERVED[0], None, SERVED[0], False),
+        (SERVED[0], {}, SERVED[0], False),
+        (SERVED[0], {"model_type": "clip_vision_model"}, SERVED[0], False),
+        (SERVED[0], {"model_type": "siglip_vision_model"}, SERVED[0], False),
+        (SERVED[0], {"model_type": "pixtral"}, f"{SERVED[0]}/pixtral", True),
+        (SERVED[1], {"model_type": "clip_vision_model"}, SERVED[1], False),
+        (SERVED[1], {"model_type": "pixtral"}, SERVED[1], False),
+    ],
 )
-def test_a_model_that_was_not_run_in_stages_is_refused(tmp_path: Path, architecture: str) -> None:
+def test_how_a_model_is_served_depends_on_its_tower_where_that_matters(
+    tmp_path: Path,
+    architecture: str,
+    vision: dict[str, Any] | None,
+    known_as: str,
+    media_at_prefill: bool,
+) -> None:
+    config = {"architectures": [architecture], "vision_config": vision}
+    info = inspect(write_model(tmp_path, config))
+    assert info.capability is CAPABILITIES[known_as]
+    assert info.media_at_prefill is media_at_prefill
+    assert info.architecture == architecture
+
+
+@pytest.mark.parametrize("architecture", UNSERVED)
+def test_a_known_model_that_is_not_served_is_refused_with_the_reason(
+    tmp_path: Path, architecture: str
+) -> None:
     model = write_model(tmp_path, {"architectures": [architecture]})
-    with pytest.raises(ConfigError, match=f"{architecture} cannot be served by separate stages"):
+    with pytest.raises(ConfigError) as error:
         inspect(model)
+    assert str(error.value) == (
+        f"model {model!r}: {architecture} cannot be served by separate stages yet "
+        f"({CAPABILITIES[architecture].note}); what can: {', '.join(SERVED)}"
+    )
+
+
+def test_an_unknown_model_is_refused_with_what_is_served(tmp_path: Path) -> None:
+    model = write_model(tmp_path, {"architectures": ["Other", *SERVED]})
+    with pytest.raises(ConfigError) as error:
+        inspect(model)
+    assert str(error.value) == (
+        f"model {model!r}: Other cannot be served by separate stages yet; "
+        f"what can: {', '.join(SERVED)}"
+    )
+
+
+@pytest.mark.parametrize("architecture", [*UNSERVED, "Other"])
+def test_what_cannot_be_served_can_be_read(tmp_path: Path, architecture: str) -> None:
+    config = LLAVA | {"architectures": [architecture]}
+    info = read(write_model(tmp_path, config))
+    assert info.architecture == architecture
+    assert info.capability == CAPABILITIES.get(architecture)
+    assert info.kv_bytes_per_token == 2 * 3 * 8 * 8 * 2
+
+
+def test_of_a_model_that_nothing_is_known_of_no_media_go_to_prefill() -> None:
+    assert not ModelInfo().media_at_prefill
+
+
+@pytest.mark.parametrize("name", CAPABILITIES)
+def test_every_capability_says_why(name: str) -> None:
+    capability = CAPABILITIES[name]
+    assert capability.note
+    assert name.partition("/")[0] in CAPABILITIES
 
 
 @pytest.mark.parametrize(
@@ -143,9 +209,10 @@ def test_a_model_that_was_not_run_in_stages_is_refused(tmp_path: Path, architect
         (None, "config.json: .*No such file"),
         ("{", "config.json: "),
         ("[]", "config.json"),
-        ("{}", "a model without architecture cannot be served"),
-        ('{"architectures": null}', "a model without architecture cannot be served"),
-        ('{"architectures": []}', "a model without architecture cannot be served"),
+        ("{}", "names no architecture"),
+        ('{"architectures": null}', "names no architecture"),
+        ('{"architectures": []}', "names no architecture"),
+        ('{"architectures": ["A"], "vision_config": "clip"}', "config.json: "),
     ],
 )
 def test_a_folder_that_is_no_model_is_an_error(
@@ -153,9 +220,18 @@ def test_a_folder_that_is_no_model_is_an_error(
 ) -> None:
     if text is not None:
         (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ConfigError, match=message) as error:
-        inspect(str(tmp_path))
-    assert repr(str(tmp_path)) in str(error.value)
+    for look in (inspect, read):
+        with pytest.raises(ConfigError, match=message) as error:
+            look(str(tmp_path))
+        assert repr(str(tmp_path)) in str(error.value)
+
+
+@pytest.mark.parametrize("architectures", [5, [["A"]]])
+def test_a_config_whose_architectures_are_no_names_is_an_error(
+    tmp_path: Path, architectures: Any
+) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        inspect(write_model(tmp_path, {"architectures": architectures}))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from .server import MODEL, ONE_OF_EACH, Server
 
 
 class Serve(Protocol):
-    """Starts a server. ``limits`` and ``server`` are sections of the deployment."""
+    """Starts a server. ``limits``, ``server`` and ``engine`` are sections of the deployment."""
 
     async def __call__(
         self,
@@ -25,6 +25,7 @@ class Serve(Protocol):
         server: dict[str, Any] | None = None,
         costs: LinearCosts = INSTANT,
         preparation: PreparationPool | None = None,
+        engine: dict[str, Any] | None = None,
     ) -> Server: ...
 
 
@@ -40,9 +41,11 @@ async def serve(
             server: dict[str, Any] | None = None,
             costs: LinearCosts = INSTANT,
             preparation: PreparationPool | None = None,
+            engine: dict[str, Any] | None = None,
         ) -> Server:
+            sections = {"limits": limits, "server": server, "engine": engine}
             deployment = Deployment.model_validate(
-                {"model": MODEL, "limits": limits or {}, "server": server or {}}
+                {"model": MODEL, **{name: each or {} for name, each in sections.items()}}
             )
             folder = tmp_path_factory.mktemp("ec")
             started = Server(folder, deployment, engines, costs, preparation)

@@ -28,14 +28,14 @@ from easerve.serve.preparation import PreparationPool
 from easerve.types import Stage, WorkerId
 
 MODEL = "fake-model"
-CHAT = "/v1/chat/completions"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MAX_PIXELS = 1_000_000
 STAGES = {"e": Stage.ENCODE, "p": Stage.PREFILL, "d": Stage.DECODE}
 ONE_OF_EACH, TWO_OF_EACH = ("e0", "p0", "d0"), ("e0", "e1", "p0", "p1", "d0", "d1")
 PATIENCE_S = 5.0
 POLL_S = 0.001
 
-Content = str | Sequence[Mapping[str, Any]]
+Content = str | Sequence[Mapping[str, Any] | str]
 
 
 async def until(holds: Callable[[], object], what: str = "it") -> None:
@@ -86,18 +86,28 @@ def key(url: str) -> str:
     return prepare(url, MAX_PIXELS).key
 
 
-def answer_words(text: str, *urls: str) -> list[str]:
+def answer_words(text: str, *urls: str, seed: int | None = None) -> list[str]:
     """What the fake engines say about a text and pictures in this order."""
-    return words(" ".join(text.split()), [key(url) for url in urls])
+    return words(" ".join(text.split()), [key(url) for url in urls], seed)
 
 
-def answer(text: str, *urls: str) -> str:
-    return "".join(answer_words(text, *urls))
+def answer(text: str, *urls: str, seed: int | None = None) -> str:
+    return "".join(answer_words(text, *urls, seed=seed))
 
 
 def answer_of(response: httpx.Response) -> str:
+    return answers_of(response)[0]
+
+
+def answers_of(response: httpx.Response) -> list[str]:
+    """The text of every choice, which must be in order."""
     assert response.status_code == 200, response.text
-    return str(response.json()["choices"][0]["message"]["content"])
+    choices = response.json()["choices"]
+    assert [choice["index"] for choice in choices] == list(range(len(choices)))
+    return [
+        str(choice["message"]["content"] if "message" in choice else choice["text"])
+        for choice in choices
+    ]
 
 
 def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
@@ -125,7 +135,19 @@ class Streamed:
 
     @property
     def text(self) -> str:
-        return "".join(chunk["delta"].get("content", "") for chunk in self.chunks)
+        """Of the only choice."""
+        (text,) = self.texts or [""]
+        return text
+
+    @property
+    def texts(self) -> list[str]:
+        """Of each choice."""
+        texts: dict[int, str] = {}
+        for chunk in self.chunks:
+            piece = chunk["text"] if "text" in chunk else chunk["delta"].get("content", "")
+            texts[chunk["index"]] = texts.get(chunk["index"], "") + piece
+        assert sorted(texts) == list(range(len(texts)))
+        return [texts[index] for index in sorted(texts)]
 
     @property
     def errors(self) -> list[dict[str, Any]]:
@@ -257,20 +279,28 @@ class Server:
     async def stream(self, content: Content, **parameters: Any) -> Streamed:
         return await self.stream_body(body(content, **parameters))
 
-    async def stream_body(self, request: dict[str, Any]) -> Streamed:
-        async with self.client.stream("POST", CHAT, json=request | {"stream": True}) as response:
+    async def complete(self, prompt: Any, **parameters: Any) -> httpx.Response:
+        request = {"model": MODEL, "prompt": prompt, **parameters}
+        return await self.client.post(COMPLETIONS, json=request)
+
+    async def stream_completion(self, prompt: Any, **parameters: Any) -> Streamed:
+        request = {"model": MODEL, "prompt": prompt, **parameters}
+        return await self.stream_body(request, COMPLETIONS)
+
+    async def stream_body(self, request: dict[str, Any], path: str = CHAT) -> Streamed:
+        async with self.client.stream("POST", path, json=request | {"stream": True}) as response:
             streamed = Streamed(response.status_code, response.headers)
             async for line in response.aiter_lines():
                 streamed.take(line)
         return streamed
 
-    async def connect(self, request: dict[str, Any]) -> "Client":
+    async def connect(self, request: dict[str, Any], path: str = CHAT) -> "Client":
         """A client that has sent its request on a connection of its own."""
         host, port = self.url.removeprefix("http://").split(":")
         client = Client(*await asyncio.open_connection(host, int(port)))
         content = json.dumps(request).encode()
         head = (
-            f"POST {CHAT} HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\n"
+            f"POST {path} HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\n"
             f"content-length: {len(content)}\r\n\r\n"
         )
         client.writer.write(head.encode() + content)

@@ -6,23 +6,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from easerve.costs.linear import LinearCosts
 from easerve.engines import fake
-from easerve.engines.protocol import EncodeCall, EngineError, Prefilled, Prompt
-from easerve.serve.driver import Job
-from easerve.types import RequestId, Stage, WorkerId
+from easerve.engines.protocol import Delta, EncodeCall, EngineError, Prefilled, Prompt
+from easerve.serve.driver import Job, Output, pieces
+from easerve.serve.errors import ApiError, ended
+from easerve.types import Reason, RequestId, Stage, WorkerId
 
 from .conftest import Serve
 from .server import (
+    COMPLETIONS,
+    MODEL,
     TWO_OF_EACH,
     Content,
     Server,
     answer,
     answer_of,
     answer_words,
+    answers_of,
     ask_about,
     body,
     error_of,
@@ -498,7 +503,7 @@ async def test_a_client_may_leave_in_the_instant_of_its_request(server: Server) 
     job = Job(RequestId("r"), body(TEXT), [], num_bytes=1)
     server.driver.submit(job)
     server.driver.cancel(job)
-    assert [piece async for piece in job.stream()] == []
+    assert [piece async for piece in pieces(job.outputs, 1)] == []
     assert server.num_calls("render") == 0
 
 
@@ -524,6 +529,176 @@ async def test_a_client_that_leaves_does_not_touch_another(server: Server, call:
     await until(lambda: server.core.num_open == 1)
     server.release()
     assert answer_of(await task) == ANSWER
+
+
+# Several choices and prompts ----------------------------------------------------------------------
+
+
+async def test_an_answer_ends_with_the_last_of_its_jobs() -> None:
+    outputs: asyncio.Queue[Output] = asyncio.Queue()
+    said: list[tuple[int, Delta]] = [(0, Delta("a")), (1, Delta("b")), (0, Delta("c"))]
+    for output in (said[0], None, said[1], None, said[2], None):
+        outputs.put_nowait(output)
+    assert [piece async for piece in pieces(outputs, 3)] == said
+    assert outputs.empty()
+
+
+async def test_an_answer_ends_with_the_first_error_of_its_jobs() -> None:
+    outputs: asyncio.Queue[Output] = asyncio.Queue()
+    for output in ((0, Delta("a")), None, ended(Reason.DECODE_FAILED), ended(Reason.TIMED_OUT)):
+        outputs.put_nowait(output)
+    stream = pieces(outputs, 3)
+    assert await anext(stream) == (0, Delta("a"))
+    with pytest.raises(ApiError) as error:
+        await anext(stream)
+    assert error.value.code == "decode_failed"
+
+
+async def test_a_prompt_that_is_answered_early_does_not_end_the_answer(serve: Serve) -> None:
+    server = await serve(["e0", "p0", "d0", "d1"])
+    slow = server.engines["d1"]
+    slow.permits["decode"] = asyncio.Semaphore(0)
+    task = asyncio.create_task(server.stream_completion(["a", "b"]))
+    await until(lambda: server.core.num_open == 1 and slow.running)
+    server.release()
+    assert (await task).texts == [answer("a"), answer("b")]
+
+
+@streamed_or_not
+async def test_a_leg_that_fails_once_does_not_touch_the_others(
+    server: Server, stream: bool
+) -> None:
+    server.engines["d0"].failures["decode"].append(EngineError("the engine failed", 500))
+    expected = [answer("which?", RED, seed=seed) for seed in (1, 2, 3)]
+    if stream:
+        streamed = await server.stream(PICTURE, n=3, seed=1)
+        assert (streamed.texts, streamed.errors) == (expected, [])
+    else:
+        assert answers_of(await server.ask(PICTURE, n=3, seed=1)) == expected
+    assert (server.num_calls("prefill"), server.num_calls("decode")) == (4, 4)
+    assert max(server.fabric.uses.values()) == 1
+
+
+@streamed_or_not
+async def test_a_leg_that_cannot_be_helped_ends_its_request_with_one_error(
+    server: Server, stream: bool
+) -> None:
+    server.engines["d0"].failures["decode"] = [EngineError("no", 400)]
+    response = await server.ask(PICTURE, n=3, stream=stream)
+    assert error_of(response, 400)["message"] == "no"
+    await server.idle()
+
+
+@pytest.mark.parametrize("call", ["render", "prefill", "decode"])
+@streamed_or_not
+async def test_one_prompt_that_fails_ends_all_of_them_with_one_error(
+    server: Server, call: str, stream: bool
+) -> None:
+    engine = server.engines["d0" if call == "decode" else "p0"]
+    server.hold("decode")
+    engine.failures[call].append(EngineError("no", 400))
+    response = await server.complete(["a", "b", "c"], n=2, stream=stream)
+    assert error_of(response, 400)["message"] == "no"
+    await server.idle()
+    assert server.core.num_open == 0
+
+
+async def test_one_prompt_that_fails_in_mid_stream_ends_it_with_one_error(server: Server) -> None:
+    server.hold("decode", permits=2)
+    task = asyncio.create_task(server.stream_completion(["a", "b", "c"]))
+    await until(lambda: sum(job.num_output_tokens for job in server.driver._jobs.values()) == 2)
+    server.engines["d0"].failures["decode"] = [EngineError("a secret of ours", 500)] * 9
+    server.release()
+    streamed = await task
+    assert [error["code"] for error in streamed.errors] == ["decode_failed"]
+    assert "error" in streamed.events[-1]
+    assert streamed.num_done == 1
+    await server.idle()
+
+
+@pytest.mark.parametrize("permits", [0, 4])
+@streamed_or_not
+async def test_a_client_may_leave_in_the_middle_of_several_choices(
+    server: Server, stream: bool, permits: int
+) -> None:
+    server.hold("decode", permits)
+    client = await server.connect(body(PICTURE, n=3, stream=stream))
+    await until(lambda: server.num_calls("decode") == 3)
+    (job,) = server.driver._jobs.values()
+    await until(lambda: job.num_output_tokens == permits)
+    await client.leave()
+    await server.idle()
+    assert server.core.num_open == 0
+
+
+@streamed_or_not
+async def test_a_client_may_leave_in_the_middle_of_several_prompts(
+    server: Server, stream: bool
+) -> None:
+    server.hold("decode", permits=4)
+    request = {"model": MODEL, "prompt": ["a", "b", "c"], "n": 2, "stream": stream}
+    client = await server.connect(request, COMPLETIONS)
+    await until(lambda: server.num_calls("decode") == 6)
+    await client.leave()
+    await server.idle()
+    assert server.core.num_open == 0
+
+
+@streamed_or_not
+async def test_prompts_that_are_more_than_the_server_may_hold_are_refused_together(
+    serve: Serve, stream: bool
+) -> None:
+    server = await serve(limits={"max_requests": 2})
+    response = await server.complete(["a", "b", "c"], stream=stream)
+    assert error_of(response, 429)["code"] == "overloaded"
+    await server.idle()
+    assert answers_of(await server.complete(["a", "b"])) == [answer("a"), answer("b")]
+
+
+# Formats and tools --------------------------------------------------------------------------------
+
+TOOLS = {"tools": [{"type": "function", "function": {"name": "look"}}]}
+FORMAT = {"structured_outputs": {"regex": "("}}
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "code"),
+    [
+        ({}, 500, "decode_failed"),
+        (TOOLS, 500, "decode_failed"),
+        (FORMAT, 400, None),
+        (TOOLS | FORMAT, 400, None),
+    ],
+    ids=["plain", "tools", "format", "tools and format"],
+)
+@streamed_or_not
+async def test_a_format_that_no_engine_can_apply_is_the_clients_fault(
+    server: Server, asked: dict[str, Any], status: int, code: str | None, stream: bool
+) -> None:
+    server.engines["d0"].failures["decode"] = [EngineError("a secret of ours", 500)] * 3
+    response = await server.ask(TEXT, **asked, stream=stream)
+    error = error_of(response, status)
+    assert error["code"] == code
+    assert ("format" in error["message"]) is (status == 400)
+    assert "secret" not in response.text
+    assert server.num_calls("decode") == 3
+
+
+@pytest.mark.parametrize("call", ["encode", "prefill"])
+async def test_a_format_is_not_to_blame_for_another_stage(server: Server, call: str) -> None:
+    name = {"encode": "e0", "prefill": "p0"}[call]
+    server.engines[name].failures[call] = [EngineError("broken", 500)] * 3
+    response = await server.ask(PICTURE, **FORMAT)
+    assert error_of(response, 500)["code"] == f"{call}_failed"
+
+
+@streamed_or_not
+async def test_a_decode_that_parses_begins_again_as_any_other(server: Server, stream: bool) -> None:
+    server.engines["d0"].failures["decode"].append(EngineError("the engine failed", 500))
+    response = await server.ask(PICTURE, **TOOLS, stream=stream)
+    assert response.status_code == 200
+    assert "tool_calls" in response.text
+    assert (server.num_calls("prefill"), server.num_calls("decode")) == (2, 2)
 
 
 # Load ---------------------------------------------------------------------------------------------

@@ -39,9 +39,6 @@ MAX_OPEN_FILES = 1 << 16
 def check(deployment: Deployment) -> models.ModelInfo:
     """What is known of the model; ConfigError for what cannot run here."""
     info = models.inspect(deployment.model)
-    template = deployment.engine.chat_template
-    if template is not None and not Path(template).is_file():
-        raise ConfigError(f"engine.chat_template: there is no file {template!r}")
     memory.check(memory.plan(deployment, info))
     if deployment.device == "cuda" and not NVIDIA_DRIVER.exists():
         raise ConfigError("device: cuda, but this machine has no NVIDIA driver (easerve doctor)")
@@ -121,6 +118,7 @@ async def service(
         cluster = _make_cluster(deployment, folders, info, lost)
     except ConfigError:
         folders.remove()
+        listener.close()
         raise
     server = _Server(
         uvicorn.Config(

@@ -47,12 +47,15 @@ def json_option(name: str, text: str | None) -> Any:
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that were given; sections without any are left out."""
-    given = {
-        name: _given(value) if isinstance(value, Mapping) else value
-        for name, value in options.items()
-    }
-    return {name: value for name, value in given.items() if value is not None and value != {}}
+    """The options that were given, by section; sections without any are left out."""
+    given: dict[str, Any] = {}
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            section = {key: each for key, each in value.items() if each is not None}
+            given |= {name: section} if section else {}
+        elif value is not None:
+            given[name] = value
+    return given
 
 
 def dry_run(deployment: Deployment, as_json: bool) -> None:

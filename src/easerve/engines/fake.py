@@ -2,7 +2,7 @@
 
 They let the whole server run in tests without vLLM. An embedding is a real file in the folder that
 the router names; a KV handle is used once; both are counted, so that a leak or a second use shows.
-The answer is a function of the prompt and of the pictures, so that a mix-up shows, too.
+The answer is a function of prompt, pictures and seed, so that a mix-up shows, too.
 """
 
 import asyncio
@@ -23,12 +23,24 @@ from easerve.engines.protocol import (
     EngineError,
     Prefilled,
     Prompt,
+    Route,
 )
 from easerve.types import MediaItem, Modality, Stage, WorkerId
 
 TOKENS_PER_ITEM = 4
 PLACEHOLDER = 1
+FIRST_TOKEN = 100
+# What the fake engines read in a request's body; vLLM turns a format into structured outputs.
+SAMPLING = ("seed", "structured_outputs")
 INSTANT = LinearCosts(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class KvCache:
+    """Of this text, with these pictures in it."""
+
+    text: str
+    keys: tuple[str, ...]
 
 
 @dataclass(slots=True)
@@ -38,14 +50,15 @@ class Fabric:
     ``uses``: how often each handle was shown to a decode engine; more than once is wrong.
     """
 
-    kv: dict[int, str] = field(default_factory=dict)
+    kv: dict[int, KvCache] = field(default_factory=dict)
     uses: Counter[int] = field(default_factory=Counter)
     handles: "count[int]" = field(default_factory=count)
 
 
-def words(text: str, keys: Sequence[str]) -> list[str]:
+def words(text: str, keys: Sequence[str], seed: int | None = None) -> list[str]:
     """The answer to a prompt with these pictures, word by word."""
-    digest = hashlib.sha256("|".join([text, *keys]).encode()).hexdigest()
+    seeds = [] if seed is None else [str(seed)]
+    digest = hashlib.sha256("|".join([text, *keys, *seeds]).encode()).hexdigest()
     return [f" w{digest[i : i + 4]}" for i in range(0, 64, 4)]
 
 
@@ -91,25 +104,22 @@ class FakeEngine:
     async def render(self, body: Mapping[str, Any]) -> Prompt:
         self._begin("render")
         await self._work("render", 0.0)
-        text, keys = str(body.get("prompt", "")).split(), []
-        for message in body.get("messages", ()):
-            parts = message["content"]
-            for part in [{"type": "text", "text": parts}] if isinstance(parts, str) else parts:
-                if part["type"] == "text":
-                    text += str(part["text"]).split()
-                else:
-                    keys.append(part["uuid"])
+        text, keys = _text_and_keys(body)
+        given = body.get("prompt")
+        tokens = given if isinstance(given, list) else [10 + len(word) for word in text]
         limit = body.get("max_completion_tokens") or body.get("max_tokens") or 16
         place = [
             {"offset": i * TOKENS_PER_ITEM, "length": TOKENS_PER_ITEM} for i in range(len(keys))
         ]
         features = {"mm_hashes": {"image": keys}, "mm_placeholders": {"image": place}}
+        sampling = {name: body[name] for name in SAMPLING if name in body}
         return Prompt(
-            [PLACEHOLDER] * TOKENS_PER_ITEM * len(keys) + [10 + len(word) for word in text],
-            {"max_tokens": limit, "prompt": " ".join(text)},
+            [PLACEHOLDER] * TOKENS_PER_ITEM * len(keys) + tokens,
+            {"max_tokens": limit, "prompt": " ".join(text), **sampling},
             features if keys else None,
             tuple(MediaItem(key, Modality.IMAGE, TOKENS_PER_ITEM) for key in keys),
             (PLACEHOLDER,) * len(keys),
+            body,
         )
 
     async def encode(self, calls: Sequence[EncodeCall]) -> None:
@@ -125,27 +135,26 @@ class FakeEngine:
             if folder is None or not (folder / f"{item.key}.json").exists():
                 raise EmbeddingMissingError(f"no embedding of {item.key}", 500)
         await self._work("prefill", self._costs.prefill_s(len(prompt.token_ids)))
-        answer = words(str(prompt.sampling["prompt"]), [item.key for item in prompt.items])
-        if prompt.max_new_tokens <= 1:
-            return Prefilled(answer=Delta(answer[0], (100,), "length"))
+        cache = KvCache(str(prompt.sampling["prompt"]), tuple(item.key for item in prompt.items))
+        if prompt.max_new_tokens <= 1 and decides(prompt):
+            return Prefilled(answer=_deltas(cache, prompt)[0])
         handle = next(self._fabric.handles)
-        self._fabric.kv[handle] = "".join(answer)
+        self._fabric.kv[handle] = cache
         return Prefilled({"handle": handle}, load_s=0.0)
 
     async def decode(self, prompt: Prompt, handle: Mapping[str, Any]) -> AsyncIterator[Delta]:
         self._fabric.uses[handle["handle"]] += 1
         self._begin("decode")
-        kv = self._fabric.kv.pop(handle["handle"], None)
-        if kv is None:
+        cache = self._fabric.kv.pop(handle["handle"], None)
+        if cache is None:
             raise EngineError("a KV handle was used twice", 500)
-        pieces = [f" {word}" for word in kv.split()][: prompt.max_new_tokens]
-        for number, piece in enumerate(pieces, 1):
+        deltas = _deltas(cache, prompt)
+        if prompt.route is Route.OPENAI:
+            deltas = _chunks(deltas, prompt) if prompt.stream else [_whole(deltas, prompt)]
+        for delta in deltas:
             await self._work("decode", self._costs.decode_s(1))
             self._check("decode")
-            last = number == len(pieces)
-            whole = number < prompt.max_new_tokens
-            reason = ("stop" if whole else "length") if last else None
-            yield Delta(piece, (99 + number,), reason)
+            yield delta
 
     async def _work(self, call: str, seconds: float) -> None:
         self.running += 1
@@ -164,3 +173,129 @@ class FakeEngine:
 
     async def close(self) -> None:
         return None
+
+
+def decides(prompt: Prompt) -> bool:
+    """Whether prefill may end an answer: a grammar and the parsing of an answer are decode's."""
+    return prompt.route is Route.TEXT and "structured_outputs" not in prompt.sampling
+
+
+def _text_and_keys(body: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """The words and the pictures of a request."""
+    given, keys = body.get("prompt", ""), []
+    text = given.split() if isinstance(given, str) else [str(token) for token in given]
+    for message in body.get("messages", ()):
+        parts = message.get("content") or ""
+        for part in [{"type": "text", "text": parts}] if isinstance(parts, str) else parts:
+            if part["type"] == "text":
+                text += str(part["text"]).split()
+            else:
+                keys.append(part["uuid"])
+    return text, keys
+
+
+def _deltas(cache: KvCache, prompt: Prompt) -> list[Delta]:
+    """The answer of one choice as text, a token for each word."""
+    answer = words(cache.text, cache.keys, prompt.sampling.get("seed"))
+    reason = "length" if prompt.max_new_tokens <= len(answer) else "stop"
+    answer = answer[: prompt.max_new_tokens]
+    return [
+        Delta(
+            word,
+            (FIRST_TOKEN + number,),
+            reason if number == len(answer) - 1 else None,
+            logprobs=[logprob(word)] if prompt.body.get("logprobs") else None,
+        )
+        for number, word in enumerate(answer)
+    ]
+
+
+def logprob(word: str) -> dict[str, Any]:
+    """An entry in OpenAI's chat form, with more alternatives than anybody asks for."""
+    entry = {"token": word, "logprob": -0.5, "bytes": list(word.encode())}
+    return {**entry, "top_logprobs": [{**entry, "logprob": -0.5 - number} for number in range(3)]}
+
+
+# The OpenAI routes of decode, as vLLM answers them ------------------------------------------------
+
+
+def _usage(prompt: Prompt, num_tokens: int) -> dict[str, Any]:
+    num_prompt = len(prompt.token_ids)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_tokens,
+        "total_tokens": num_prompt + num_tokens,
+        "completion_tokens_details": {"reasoning_tokens": 1} if _is_chat(prompt) else None,
+    }
+
+
+def _is_chat(prompt: Prompt) -> bool:
+    return "messages" in prompt.body
+
+
+def _call(prompt: Prompt, arguments: str) -> dict[str, Any]:
+    """A call of the request's first tool. The answer is its arguments."""
+    name = prompt.body["tools"][0]["function"]["name"]
+    return {"id": "call-0", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _reason(delta: Delta, prompt: Prompt) -> str | None:
+    called = delta.finish_reason == "stop" and prompt.body.get("tools")
+    return "tool_calls" if called else delta.finish_reason
+
+
+def _chunks(deltas: Sequence[Delta], prompt: Prompt) -> list[Delta]:
+    """A role, a chunk for each token (the first of a call says nothing), and the usage."""
+    chunks: list[dict[str, Any]] = []
+    if _is_chat(prompt):
+        role = {"role": "assistant", "content": ""}
+        chunks.append({"delta": role, "logprobs": None, "finish_reason": None})
+    for number, delta in enumerate(deltas):
+        chunk: dict[str, Any] = {"logprobs": None, "finish_reason": _reason(delta, prompt)}
+        if not _is_chat(prompt):
+            chunk["text"] = (_echo(prompt) if number == 0 else "") + delta.text
+        elif not prompt.body.get("tools"):
+            chunk["delta"] = {"content": delta.text}
+        elif number == 0:
+            chunk["delta"] = {}
+        elif number == 1:
+            call = _call(prompt, deltas[0].text + delta.text)
+            chunk["delta"] = {"tool_calls": [{"index": 0, **call}]}
+        else:
+            piece = {"index": 0, "function": {"arguments": delta.text}}
+            chunk["delta"] = {"tool_calls": [piece]}
+        if not prompt.body.get("echo"):
+            chunk["token_ids"] = list(delta.token_ids)
+        chunks.append(chunk)
+    made = [
+        Delta("", chunk.get("token_ids", ()), chunk["finish_reason"], choice={"index": 0, **chunk})
+        for chunk in chunks
+    ]
+    return [*made, Delta("", usage=_usage(prompt, len(deltas)))]
+
+
+def _whole(deltas: Sequence[Delta], prompt: Prompt) -> Delta:
+    """The whole choice and the usage."""
+    text = "".join(delta.text for delta in deltas)
+    token_ids = [token for delta in deltas for token in delta.token_ids]
+    choice: dict[str, Any] = {"index": 0, "logprobs": None}
+    choice |= {"finish_reason": _reason(deltas[-1], prompt), "stop_reason": None}
+    if not _is_chat(prompt):
+        choice["text"] = _echo(prompt) + text
+    elif prompt.body.get("tools"):
+        calls = [_call(prompt, text)] if len(deltas) > 1 else []
+        choice["message"] = {"role": "assistant", "content": None, "tool_calls": calls}
+    else:
+        choice["message"] = {"role": "assistant", "content": text}
+    choice["token_ids"] = None if prompt.body.get("echo") else token_ids
+    return Delta(
+        "",
+        choice["token_ids"] or (),
+        choice["finish_reason"],
+        choice=choice,
+        usage=_usage(prompt, len(deltas)),
+    )
+
+
+def _echo(prompt: Prompt) -> str:
+    return str(prompt.sampling["prompt"]) if prompt.body.get("echo") else ""

@@ -47,11 +47,17 @@ class Answer:
             for opening in self.opening(choice):
                 yield self._chunk(choice, opening)
         self._count(choice, delta)
-        if delta.usage is not None and delta.choice is None:
+        if delta.choice is not None:
+            content = dict(delta.choice)
+            if "delta" in content:  # the role has been said
+                content["delta"] = {k: v for k, v in content["delta"].items() if k != "role"}
+            if not self._says_something(content):
+                return
+        elif delta.usage is not None:
             return
-        content = dict(delta.choice) if delta.choice is not None else self.piece(delta)
-        if delta.choice is None or self._says_something(delta.choice):
-            yield self._chunk(choice, self._with_token_ids(content, delta.token_ids))
+        else:
+            content = self.piece(delta)
+        yield self._chunk(choice, self._with_token_ids(content, delta.token_ids))
 
     def usage_chunk(self) -> dict[str, Any]:
         return {**self._head(self.chunk_kind), "choices": [], "usage": self.usage()}
@@ -96,7 +102,7 @@ class Answer:
 
     def _says_something(self, content: Mapping[str, Any]) -> bool:
         """Engines also send chunks that only carry token ids, which are asked for to count."""
-        said = content.get("text") or any(dict(content.get("delta") or {}).values())
+        said = content.get("text") or any(content.get("delta", {}).values())
         return bool(
             said
             or content["finish_reason"]

@@ -46,7 +46,7 @@ class Message(BaseModel):
 class ChatRequest(OpenAIRequest):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     logprobs: bool | None = False
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
 
 
 def parse(content: Any, served_model: str, max_images: int, parse_answers: bool = False) -> Asked:
@@ -96,13 +96,14 @@ def _part(part: Any, path: str, media_parts: list[MediaPart]) -> dict[str, Any]:
     if not isinstance(part, dict):
         raise ApiError(400, f"{path}: a content part must be an object", path)
     kind = part.get("type", "image_url" if "image_url" in part else None)
+    kind = kind if isinstance(kind, str) else repr(kind)
     if kind in TEXT_PARTS:
         key = TEXT_PARTS[kind]
         if not isinstance(part.get(key), str):
             raise ApiError(400, f"{path}.{key}: must be a string", f"{path}.{key}")
         return {"type": "text", "text": part[key]}
     if kind not in IMAGE_PARTS:
-        raise ApiError(400, f"{path}.type: {str(kind)[:100]!r} is not supported", f"{path}.type")
+        raise ApiError(400, f"{path}.type: {kind[:100]!r} is not supported", f"{path}.type")
     path, url = f"{path}.image_url", part.get("image_url")
     if isinstance(url, dict):
         path, url = f"{path}.url", url.get("url")

@@ -81,6 +81,9 @@ def engine_specs(
 
     ``media_at_prefill``: prefill engines get the media, too (see models.CAPABILITIES).
     """
+    template = deployment.engine.chat_template
+    if template is not None and not Path(template).is_file():
+        raise ConfigError(f"engine.chat_template: there is no file {template!r}")
     devices = assign_devices(deployment)
     ports = iter(_free_ports(len(devices)))
     specs = []

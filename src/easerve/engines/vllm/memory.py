@@ -52,8 +52,9 @@ def plan(deployment: Deployment, info: ModelInfo) -> list[Row]:
     rows = []
     for worker_id, stage, _ in worker_ids(deployment):
         section = section_of(deployment, stage)
-        encodes = stage is Stage.ENCODE
-        stored = info.encoder_bytes if encodes else info.language_bytes
+        stored = info.encoder_bytes if stage is Stage.ENCODE else info.language_bytes
+        if stored and stage is Stage.PREFILL and info.media_at_prefill:
+            stored += info.encoder_bytes or 0  # vLLM loads it where media are allowed
         weights = stored and stored // section.tensor_parallel_size
         if weights and deployment.engine.dtype == "float32":
             weights *= FP32_FACTOR

@@ -106,9 +106,9 @@ def read(model: str) -> ModelInfo:
         config = json.loads(file.read_text())
         architecture = next(iter(config.get("architectures") or ()), None)
         tower = (config.get("vision_config") or {}).get("model_type")
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         raise ConfigError(f"model {model!r}: config.json: {error}") from None
-    if architecture is None:
+    if not isinstance(architecture, str):
         raise ConfigError(f"model {model!r}: config.json names no architecture")
     capability = CAPABILITIES.get(f"{architecture}/{tower}") or CAPABILITIES.get(architecture)
     encoder, language = _weight_bytes(folder)

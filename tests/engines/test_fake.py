@@ -1,0 +1,114 @@
+"""The fake engines keep the rules that the server's tests rely on."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from easerve.engines.fake import Fabric, FakeEngine, words
+from easerve.engines.protocol import Delta, EmbeddingMissingError, EngineError, Prompt, Route
+from easerve.types import Stage, WorkerId
+
+TOOLS = [{"type": "function", "function": {"name": "look"}}]
+PICTURE = {"type": "image_url", "image_url": {"url": "data:0"}, "uuid": "k0"}
+CHAT = {"messages": [{"role": "user", "content": [PICTURE, {"type": "text", "text": "a b"}]}]}
+TEXT = {"messages": [{"role": "user", "content": "a b"}]}
+
+
+@pytest.fixture
+def fabric() -> Fabric:
+    return Fabric()
+
+
+@pytest.fixture
+def prefill(fabric: Fabric) -> FakeEngine:
+    return FakeEngine(WorkerId("p0"), Stage.PREFILL, fabric)
+
+
+@pytest.fixture
+def decode(fabric: Fabric) -> FakeEngine:
+    return FakeEngine(WorkerId("d0"), Stage.DECODE, fabric)
+
+
+async def pieces(decode: FakeEngine, prompt: Prompt, handle: Mapping[str, Any]) -> list[Delta]:
+    return [delta async for delta in decode.decode(prompt, handle)]
+
+
+async def test_a_handle_is_used_once(prefill: FakeEngine, decode: FakeEngine) -> None:
+    prompt = await prefill.render(TEXT)
+    handle = (await prefill.prefill(prompt, None)).handle
+    assert "".join(d.text for d in await pieces(decode, prompt, handle)) == "".join(
+        words("a b", ())
+    )
+    with pytest.raises(EngineError, match="twice"):
+        await pieces(decode, prompt, handle)
+
+
+async def test_a_prompt_with_pictures_needs_their_embeddings(
+    prefill: FakeEngine, tmp_path: Path
+) -> None:
+    prompt = await prefill.render(CHAT)
+    for folder in (None, tmp_path):
+        with pytest.raises(EmbeddingMissingError):
+            await prefill.prefill(prompt, folder)
+    (tmp_path / "k0.json").touch()
+    assert (await prefill.prefill(prompt, tmp_path)).handle
+
+
+@pytest.mark.parametrize(
+    ("parameters", "route", "decides"),
+    [
+        ({"max_tokens": 1}, Route.TEXT, True),
+        ({"max_tokens": 2}, Route.TEXT, False),
+        ({"max_tokens": 1, "structured_outputs": {}}, Route.TEXT, False),
+        ({"max_tokens": 1}, Route.OPENAI, False),
+    ],
+)
+async def test_prefill_answers_where_vllms_does(
+    prefill: FakeEngine, parameters: dict[str, Any], route: Route, decides: bool
+) -> None:
+    prompt = replace(await prefill.render(TEXT | parameters), route=route)
+    made = await prefill.prefill(prompt, None)
+    assert (made.answer is not None, not made.handle) == (decides, decides)
+
+
+async def test_an_answer_depends_on_the_seed_of_decode_and_on_the_cache_of_prefill(
+    prefill: FakeEngine, decode: FakeEngine
+) -> None:
+    prompt = await prefill.render(TEXT | {"seed": 5})
+    other = await prefill.render({"prompt": "another", "seed": 5})
+    for asked, seed in ((prompt, 5), (prompt.for_leg(2), 7), (other, 5)):
+        handle = (await prefill.prefill(prompt, None)).handle
+        said = [delta.text for delta in await pieces(decode, asked, handle)]
+        assert said == words("a b", (), seed)
+
+
+@pytest.mark.parametrize("own", [TEXT, TEXT | {"tools": TOOLS}, {"prompt": "a b", "echo": True}])
+@pytest.mark.parametrize("max_tokens", [1, 2, 16, 20])
+async def test_its_chunks_say_what_its_whole_choice_says(
+    prefill: FakeEngine, decode: FakeEngine, own: dict[str, Any], max_tokens: int
+) -> None:
+    made = replace(await prefill.render(own | {"max_tokens": max_tokens}), route=Route.OPENAI)
+    handles = [(await prefill.prefill(made, None)).handle for _ in range(2)]
+    (whole,) = await pieces(decode, replace(made, stream=False), handles[0])
+    *chunks, usage = await pieces(decode, made, handles[1])
+    assert usage.choice is None
+    assert usage.usage == whole.usage
+    assert [token for chunk in chunks for token in chunk.token_ids] == list(whole.token_ids)
+    assert chunks[-1].finish_reason == whole.finish_reason
+    assert whole.choice is not None
+    assert said(*(chunk.choice for chunk in chunks)) == said(whole.choice)
+
+
+def said(*choices: Mapping[str, Any] | None) -> str:
+    """Text and arguments of a choice, or of its chunks."""
+    text = ""
+    for choice in choices:
+        assert choice is not None
+        message = choice.get("message") or choice.get("delta") or choice
+        text += message.get("content") or message.get("text") or ""
+        for call in message.get("tool_calls", ()):
+            text += call["function"]["arguments"]
+    return text
