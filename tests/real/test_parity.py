@@ -343,11 +343,3 @@ def test_same_answer_of_other_architectures(
 ) -> None:
     with_ids = case._replace(body={"return_token_ids": True, **case.body})
     compare(pairs[model], with_ids, model)
-
-
-def test_processor_options_are_applied(pairs: dict[str, tuple[httpx.Client, httpx.Client]]) -> None:
-    """A picture of 60x60 is made smaller: 4 rows of 4 patches of 12x12, each with its end."""
-    _, ours = pairs["pixtral"]
-    asked = (chat("text", [user([text_part("What?")])]), chat("picture", picture_and("What?")))
-    usages = [whole(ours, case, "pixtral")["usage"]["prompt_tokens"] for case in asked]
-    assert usages[1] - usages[0] == 4 * (4 + 1)

@@ -197,6 +197,8 @@ def _environment(
     if deployment.device == "cpu":
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         env["OMP_NUM_THREADS"] = str(deployment.engine.cpu_threads)
+        # Eager engines would still compile one function, for 15 s, at the first log-probability.
+        env["TORCHDYNAMO_DISABLE"] = "1"
     else:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
     return env
