@@ -399,7 +399,6 @@ async def test_prefill_of_sparse_placeholders_is_the_chat_again_with_its_media(
         **RENDERING,
         **DRAWN_AGAIN,
         "tool_choice": "none",
-        "return_token_ids": True,
         "ec_transfer_params": {"folders": ["/shm/r", "/shm/r"]},
         "kv_transfer_params": KEEP,
     }

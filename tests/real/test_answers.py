@@ -144,6 +144,53 @@ def test_openai_sdk_whole_and_streamed(client: OpenAI) -> None:
     assert chunks[-1].usage == whole.usage
 
 
+def test_openai_sdk_streams_a_tool_call(client: OpenAI) -> None:
+    parameters: dict[str, object] = {
+        "type": "object",
+        "properties": {"word": {"type": "string", "enum": ["yes", "no"]}},
+        "required": ["word"],
+    }
+    with client.chat.completions.stream(
+        model=MODEL,
+        messages=[{"role": "user", "content": "Is there a red circle?"}],
+        tools=[{"type": "function", "function": {"name": "say", "parameters": parameters}}],
+        tool_choice="required",
+        temperature=0,
+    ) as stream:
+        for _ in stream:
+            pass
+        (choice,) = stream.get_final_completion().choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.tool_calls
+    called = choice.message.tool_calls[0].function
+    assert called.name == "say"
+    json.loads(called.arguments)
+
+
+def test_openai_sdk_completes_text(client: OpenAI) -> None:
+    completion = client.completions.create(
+        model=MODEL, prompt=["a red", "a blue"], n=2, seed=1, max_tokens=3, logprobs=1
+    )
+    assert [choice.index for choice in completion.choices] == [0, 1, 2, 3]
+    for choice in completion.choices:
+        assert choice.logprobs
+        assert choice.logprobs.tokens
+        assert "".join(choice.logprobs.tokens).startswith(choice.text)
+
+
+def test_questions_of_the_demo_are_answered_right(client: OpenAI) -> None:
+    """A hundred new pictures, each with a question as the demo draws it."""
+    right = 0
+    for seed in range(100):
+        rng = random.Random(seed)
+        scene = shapes.draw(rng)
+        question = rng.choice(shapes.questions(scene, rng))
+        messages: Any = [user([picture_part(scene.picture), text_part(question.text)])]
+        answer = client.chat.completions.create(model=MODEL, messages=messages, temperature=0)
+        right += (answer.choices[0].message.content or "").strip() == question.answer
+    assert right >= 95
+
+
 @pytest.mark.parametrize("max_tokens", [1, 2, 16, 17, 300])
 def test_max_tokens_is_kept(server: RealServer, max_tokens: int) -> None:
     scene = shapes.draw(random.Random(6))

@@ -131,15 +131,13 @@ class VllmEngine:
         )
 
     async def prefill(self, prompt: Prompt, folder: Path | None) -> Prefilled:
-        at_chat_route = self._media_at_prefill and bool(prompt.items)
-        decides = not at_chat_route and _prefill_decides(prompt)
-        sampling = {**prompt.sampling, "max_tokens": 1} if decides else DRAW_AGAIN
-        if decides and sampling.get("min_tokens"):
-            sampling = {**sampling, "min_tokens": 1}
+        with_media = self._media_at_prefill and bool(prompt.items)
+        decides = not with_media and _prefill_decides(prompt)
+        sampling = _one_token(prompt) if decides else DRAW_AGAIN
         request = (
             {name: value for name, value in prompt.body.items() if name in RENDERING}
-            | {"tool_choice": "none", "return_token_ids": True, **sampling}
-            if at_chat_route
+            | {"tool_choice": "none", **sampling}
+            if with_media
             else {**_tokens_in(prompt, sampling), "output_mode": "text"}
         )
         if folder is not None:
@@ -147,7 +145,7 @@ class VllmEngine:
         if prompt.max_new_tokens > 1 or not decides:
             request["kv_transfer_params"] = NO_KV_YET
         try:
-            reply = await self._post(CHAT if at_chat_route else GENERATE, request)
+            reply = await self._post(CHAT if with_media else GENERATE, request)
         except EngineError as error:
             # The engine names no cause. Ours is known from what it was given: the files.
             keys = [item.key for item in prompt.items]
@@ -255,6 +253,14 @@ def _prefill_decides(prompt: Prompt) -> bool:
     if prompt.route is Route.OPENAI or prompt.sampling.get("structured_outputs"):
         return False
     return prompt.max_new_tokens <= 1 or prompt.sampling.get("temperature") == 0
+
+
+def _one_token(prompt: Prompt) -> dict[str, Any]:
+    """The request's own sampling parameters, for its first token."""
+    sampling = {**prompt.sampling, "max_tokens": 1}
+    if sampling.get("min_tokens"):
+        sampling["min_tokens"] = 1
+    return sampling
 
 
 def _tokens_in(prompt: Prompt, sampling: Mapping[str, Any]) -> dict[str, Any]:
