@@ -3,6 +3,7 @@
 ``next`` is LLaVA-v1.6 (LLaVA-NeXT): a picture is cut into tiles, so the number of its tokens
 depends on its size and aspect ratio. ``pixtral`` is Pixtral-12B in the Hugging Face format: one
 token ends each row of patches, so a picture's placeholder holds tokens that no embedding replaces.
+``mistral3`` is Mistral Small 3.1, which has the same tower.
 
 Tokenizer, chat template, text model and picture normalisation are those of ``models/tiny-llava``.
 The answers mean nothing, but they depend on the pictures. Where torchvision is built for another
@@ -23,6 +24,9 @@ from transformers import (
     LlavaNextConfig,
     LlavaNextForConditionalGeneration,
     LlavaNextProcessor,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    MistralConfig,
     PixtralProcessor,
     PixtralVisionConfig,
 )
@@ -133,6 +137,36 @@ def pixtral_model() -> tuple[Any, Any]:
     return LlavaForConditionalGeneration(config), processor
 
 
+def mistral3_model() -> tuple[Any, Any]:
+    """Mistral 3: the Pixtral model with a Mistral, and a projector that merges patches."""
+    pixtral, processor = pixtral_model()
+    source = pixtral.config
+    text = source.text_config
+    config = Mistral3Config(
+        vision_config=source.vision_config,
+        text_config=MistralConfig(
+            vocab_size=text.vocab_size,
+            hidden_size=text.hidden_size,
+            intermediate_size=text.intermediate_size,
+            num_hidden_layers=text.num_hidden_layers,
+            num_attention_heads=text.num_attention_heads,
+            num_key_value_heads=text.num_key_value_heads,
+            head_dim=text.head_dim,
+            max_position_embeddings=text.max_position_embeddings,
+            sliding_window=None,
+            bos_token_id=text.bos_token_id,
+            eos_token_id=text.eos_token_id,
+            pad_token_id=text.pad_token_id,
+            tie_word_embeddings=False,
+        ),
+        image_token_index=source.image_token_index,
+        vision_feature_layer=-1,
+        spatial_merge_size=1,
+        tie_word_embeddings=False,
+    )
+    return Mistral3ForConditionalGeneration(config), processor
+
+
 def randomise(model: Any, special_ids: list[int], seed: int) -> None:
     """Draw all weights but the norms' and the biases.
 
@@ -167,6 +201,7 @@ def write(folder: Path, model: Any, processor: Any) -> None:
 KINDS = {
     "next": ("tiny-llava-next", next_model),
     "pixtral": ("tiny-pixtral", pixtral_model),
+    "mistral3": ("tiny-mistral3", mistral3_model),
 }
 
 

@@ -133,14 +133,15 @@ def server(start: Callable[..., RealServer]) -> RealServer:
 def random_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The tiny models with random weights, written by the repository's script."""
     folder = tmp_path_factory.mktemp("models")
+    names = {"next": "tiny-llava-next", "pixtral": "tiny-pixtral", "mistral3": "tiny-mistral3"}
     subprocess.run(
-        [sys.executable, "scripts/random_models.py", "next", "pixtral", "--out", str(folder)],
+        [sys.executable, "scripts/random_models.py", *names, "--out", str(folder)],
         env={"PYTHONPATH": str(SITE), "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1"},
         cwd=ROOT,
         check=True,
         capture_output=True,
     )
-    return {"next": folder / "tiny-llava-next", "pixtral": folder / "tiny-pixtral"}
+    return {kind: folder / name for kind, name in names.items()}
 
 
 @pytest.fixture(scope="session")

@@ -336,7 +336,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("model", ["next", "pixtral"])
+@pytest.mark.parametrize("model", ["next", "pixtral", "mistral3"])
 @pytest.mark.parametrize("case", SHAPES, ids=lambda case: case.name)
 def test_same_answer_of_other_architectures(
     pairs: dict[str, tuple[httpx.Client, httpx.Client]], case: Case, model: str

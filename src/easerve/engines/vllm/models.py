@@ -39,7 +39,7 @@ CAPABILITIES: Mapping[str, Capability] = {
     "LlavaNextForConditionalGeneration": Capability(True, False, DENSE),
     "Gemma3ForConditionalGeneration": Capability(False, True, UNTRIED),
     "Idefics3ForConditionalGeneration": Capability(False, True, UNTRIED),
-    "Mistral3ForConditionalGeneration": Capability(False, True, UNTRIED),
+    "Mistral3ForConditionalGeneration": Capability(True, True, SPARSE),
     "PaliGemmaForConditionalGeneration": Capability(False, True, UNTRIED),
     "Qwen2VLForConditionalGeneration": Capability(False, False, MROPE),
     "Qwen2_5_VLForConditionalGeneration": Capability(False, False, MROPE),
