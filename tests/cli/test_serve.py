@@ -88,7 +88,7 @@ def test_an_option_that_cannot_be_is_named(
 
 
 def test_a_chat_template_that_is_not_there_is_named(easerve: Easerve, model: Path) -> None:
-    ended = easerve("serve", model, "--chat-template", "nosuch.jinja")
+    ended = easerve("serve", model, "--port", "0", "--chat-template", "nosuch.jinja")
     assert_refused(ended, "engine.chat_template: there is no file 'nosuch.jinja'")
 
 

@@ -59,6 +59,20 @@ def streams(*events: Mapping[str, Any] | str, whole: bool = True) -> Answer:
     return answer
 
 
+def writes(*pieces: bytes) -> Answer:
+    """Answer with these bytes, each piece on its way before the next."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        for piece in pieces:
+            await response.write(piece)
+            await asyncio.sleep(0)
+        return response
+
+    return answer
+
+
 async def breaks_off(request: web.Request) -> web.StreamResponse:
     """Close the connection without a word."""
     assert request.transport is not None

@@ -21,10 +21,16 @@ from easerve.engines.protocol import (
     Route,
 )
 from easerve.engines.vllm import client
-from easerve.engines.vllm.client import CHAT, COMPLETIONS, GENERATE, VllmEngine
+from easerve.engines.vllm.client import (
+    CHAT,
+    COMPLETIONS,
+    GENERATE,
+    MAX_MESSAGE,
+    VllmEngine,
+)
 from easerve.types import MediaItem, Modality, Stage, WorkerId
 
-from .stand_in import Answer, StandIn, breaks_off, choice, fails, replies, stand_in, streams
+from .stand_in import Answer, StandIn, breaks_off, choice, fails, replies, stand_in, streams, writes
 
 FEATURES = {
     "mm_hashes": {"image": ["k0", "k1"]},
@@ -52,7 +58,7 @@ KEEP = {
     "remote_host": None,
     "remote_port": None,
 }
-DRAWN_AGAIN = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
+ANY_TOKEN = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
 
 
 def prefilled(
@@ -106,12 +112,16 @@ async def call(engine: VllmEngine, method: str) -> object:
             return await decode(engine, replace(PROMPT, route=Route.OPENAI))
         case "decode as OpenAI, whole":
             return await decode(engine, replace(PROMPT, route=Route.OPENAI, stream=False))
+        case "release":
+            await engine.release(PROMPT, HANDLE)
+            return None
         case "metrics":
             return await engine.metrics()
     raise AssertionError(method)
 
 
-METHODS = ["render", "encode", "prefill", "decode", "decode as OpenAI", "decode as OpenAI, whole"]
+STREAMS = ["decode", "decode as OpenAI"]
+METHODS = ["render", "encode", "prefill", *STREAMS, "decode as OpenAI, whole", "release"]
 every_method = pytest.mark.parametrize("method", METHODS)
 
 
@@ -191,7 +201,7 @@ async def test_encode_is_one_call_with_a_folder_for_each_item(
             {"type": "image_url", "url": "data:0", "uuid": "k0"},
             {"type": "audio_url", "url": "data:1", "uuid": "k1"},
         ],
-        "sampling_params": DRAWN_AGAIN,
+        "sampling_params": ANY_TOKEN,
         "ec_transfer_params": {"folders": ["/shm/r", "/shm/s"]},
     }
     assert server.requests == [(GENERATE, sent)]
@@ -209,7 +219,7 @@ async def test_encode_of_sparse_placeholders_is_one_chat(
         "model": "tiny",
         "messages": [{"role": "user", "content": parts}],
         "ec_transfer_params": {"folders": ["/shm/r", "/shm/s"]},
-        **DRAWN_AGAIN,
+        **ANY_TOKEN,
     }
     assert server.requests == [(CHAT, sent)]
 
@@ -280,6 +290,8 @@ DECIDES = {
     "greedy, parsed": ({"temperature": 0.0}, Route.OPENAI, False),
     "one token, parsed": ({"max_tokens": 1}, Route.OPENAI, False),
 }
+# What of a request is not asked of a first token that prefill does not decide.
+NO_END = {"max_tokens": 1, "min_tokens": 1, "ignore_eos": True, "stop": [], "stop_token_ids": []}
 ENDS = {"stop": ["x"], "stop_token_ids": [7], "seed": 3, "min_tokens": 5, "logprobs": 2}
 
 
@@ -295,11 +307,26 @@ async def test_prefill_ends_an_answer_only_if_it_draws_what_decode_would(
         assert server.body["sampling_params"] == before | {"max_tokens": 1, "min_tokens": 1}
         assert made == Prefilled(answer=Delta("two", [7], "stop"))
     else:
-        assert server.body["sampling_params"] == DRAWN_AGAIN
+        own = {name: value for name, value in before.items() if name != "structured_outputs"}
+        assert server.body["sampling_params"] == own | NO_END
         assert made == Prefilled(HANDLE)
     keeps = prompt.max_new_tokens > 1 or not decides
     assert server.body.get("kv_transfer_params") == (KEEP if keeps else None)
     assert prompt.sampling == before, "the prompt itself is not changed"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize(
+    "wrong", [{"top_p": 5}, {"min_p": -1}, {"logit_bias": {"9": 1}}, {"bad_words": [""]}], ids=repr
+)
+async def test_prefill_sees_every_parameter_that_may_be_wrong(
+    server: StandIn, engine: VllmEngine, wrong: dict[str, Any], temperature: float
+) -> None:
+    server.answer = fails(400, "no such value")
+    with pytest.raises(EngineError, match="no such value") as error:
+        await engine.prefill(drawn(temperature=temperature, **wrong), None)
+    assert not error.value.retryable
+    assert wrong.items() <= server.body["sampling_params"].items()
 
 
 @pytest.mark.parametrize(("asked", "sent"), [(None, None), (0, 0), (1, 1), (5, 1)])
@@ -397,7 +424,7 @@ async def test_prefill_of_sparse_placeholders_is_the_chat_again_with_its_media(
     sent = {
         "model": "tiny",
         **RENDERING,
-        **DRAWN_AGAIN,
+        **ANY_TOKEN,
         "tool_choice": "none",
         "ec_transfer_params": {"folders": ["/shm/r", "/shm/r"]},
         "kv_transfer_params": KEEP,
@@ -430,6 +457,26 @@ async def test_a_prefill_that_kept_no_kv_cache_has_failed(
     with pytest.raises(EngineError, match="e-0 prefilled without keeping the KV cache") as error:
         await engine.prefill(TEXT, None)
     assert error.value.retryable
+
+
+@pytest.mark.parametrize("finish", ["abort", "error", "tool_calls", None])
+@pytest.mark.parametrize("prompt", [TEXT, PROMPT, drawn(temperature=1), drawn(max_tokens=1)])
+async def test_a_prefill_that_ends_otherwise_has_failed(
+    server: StandIn, engine: VllmEngine, prompt: Prompt, finish: str | None
+) -> None:
+    server.answer = replies(prefilled(choices=[choice("", 7, finish)]))
+    with pytest.raises(EngineError, match=f"e-0 ended its token: {finish}") as error:
+        await engine.prefill(prompt, None)
+    assert (error.value.status, error.value.retryable) == (None, True)
+
+
+async def test_a_prefill_with_sparse_placeholders_that_ends_otherwise_has_failed(
+    server: StandIn, sparse: VllmEngine
+) -> None:
+    choices = [{"message": {}, "finish_reason": "abort"}]
+    server.answer = replies({"choices": choices, "kv_transfer_params": HANDLE})
+    with pytest.raises(EngineError, match="e-0 ended its token: abort"):
+        await sparse.prefill(PROMPT, Path("/shm/r"))
 
 
 @pytest.mark.parametrize(
@@ -512,7 +559,7 @@ async def test_an_error_within_a_stream_is_raised_after_what_came_before(
     route = Route.TEXT if method == "decode" else Route.OPENAI
     stream = engine.decode(replace(PROMPT, route=route), HANDLE)
     assert (await anext(stream)).token_ids == [7]
-    with pytest.raises(EngineError, match="e-0: no blocks") as raised:
+    with pytest.raises(EngineError, match=r"^no blocks$") as raised:
         await anext(stream)
     assert (raised.value.status, raised.value.retryable) == (code, retryable)
 
@@ -529,10 +576,69 @@ async def test_a_stream_that_ends_before_its_finish_reason_was_broken_off(
     assert error.value.retryable
 
 
+EVENT = {"choices": [choice("é" * 3, 7, "stop")]}
+TEXT_OF_EVENT = json.dumps(EVENT, ensure_ascii=False).encode()
+LINES = b"data: " + TEXT_OF_EVENT + b"\n\ndata: [DONE]\n\n"
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        [LINES],
+        [bytes([byte]) for byte in LINES],
+        [LINES.replace(b"\n", b"\r\n")],
+        [b": ping\n\n", b"event: x\n", LINES],
+        [b"\n\n", LINES[:-2]],
+        [LINES[: LINES.index("é".encode()) + 1], LINES[LINES.index("é".encode()) + 1 :]],
+    ],
+    ids=["at once", "byte by byte", "CRLF", "comments", "blank lines", "within a character"],
+)
+async def test_a_stream_is_read_line_by_line_however_it_is_cut(
+    server: StandIn, engine: VllmEngine, written: list[bytes]
+) -> None:
+    server.answer = writes(*written)
+    assert await decode(engine) == [Delta("ééé", [7], "stop")]
+
+
+async def test_events_that_come_together_are_all_read(server: StandIn, engine: VllmEngine) -> None:
+    events = [{"choices": [choice(str(number), number)]} for number in range(100)]
+    lines = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events)
+    server.answer = writes(lines + LINES)
+    deltas = await decode(engine)
+    assert [delta.text for delta in deltas] == [*map(str, range(100)), "ééé"]
+
+
+async def test_a_line_of_a_stream_may_be_long(server: StandIn, engine: VllmEngine) -> None:
+    text = "x" * (4 << 20)
+    server.answer = streams({"choices": [choice(text, 7, "stop")]})
+    (delta,) = await decode(engine)
+    assert delta.text == text
+
+
+# Release --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("route", Route)
+@pytest.mark.parametrize("prompt", [PROMPT, TEXT, drawn(structured_outputs={"regex": "("}, seed=5)])
+async def test_a_release_pulls_the_kv_cache_with_one_token(
+    server: StandIn, engine: VllmEngine, prompt: Prompt, route: Route
+) -> None:
+    await engine.release(replace(prompt, route=route), HANDLE)
+    sent = {
+        "model": "tiny",
+        "token_ids": list(prompt.token_ids),
+        "sampling_params": ANY_TOKEN,
+        "kv_transfer_params": HANDLE,
+    } | ({"features": FEATURES} if prompt.features else {})
+    assert server.requests == [(GENERATE, sent)]
+
+
 # Decode on its OpenAI routes ------------------------------------------------------------------
 
 USAGE = {"prompt_tokens": 8, "completion_tokens": 2, "total_tokens": 10}
 COMPLETION = Prompt([1, 2, 3], GREEDY, body={"prompt": "hi", "logprobs": 1, "max_tokens": 9})
+
+COUNTED = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 
 
 def chunk(token: int | None, finish: str | None = None, **more: Any) -> dict[str, Any]:
@@ -579,7 +685,7 @@ async def test_a_chat_is_sent_to_decode_without_media_and_with_its_tokens(
         "return_token_ids": True,
         "cache_salt": salt_of("", "k0", "k1"),
         "kv_transfer_params": {**HANDLE, "prompt_token_ids": TOKENS},
-    } | ({"stream_options": {"include_usage": True}} if stream else {})
+    } | (COUNTED if stream else {})
     assert body["messages"] == MESSAGES, "the request itself is not changed"
     assert "prompt_token_ids" not in HANDLE
 
@@ -599,7 +705,7 @@ async def test_a_completion_is_sent_to_decode_as_tokens(
         "stream": stream,
         "return_token_ids": True,
         "kv_transfer_params": HANDLE,
-    } | ({"stream_options": {"include_usage": True}} if stream else {})
+    } | (COUNTED if stream else {})
 
 
 @pytest.mark.parametrize(("echo", "ids"), [(True, False), (False, True), (None, True)])
@@ -667,14 +773,18 @@ async def test_chunks_of_decode_are_passed_on_and_then_its_usage(
     ]
 
 
-async def test_only_the_usage_of_the_whole_answer_counts(
+async def test_every_chunk_of_decode_brings_the_usage_so_far(
     server: StandIn, engine: VllmEngine
 ) -> None:
-    parts = [chunk(7), chunk(8, "stop")]
-    events = [{"choices": [part], "usage": USAGE | {"completion_tokens": 1}} for part in parts]
-    server.answer = streams(*events, {"choices": [], "usage": None})
+    parts = [chunk(None), chunk(7), chunk(8, "stop")]
+    usages = [USAGE | {"completion_tokens": number} for number in range(len(parts))]
+    events = [
+        {"choices": [part], "usage": usage} for part, usage in zip(parts, usages, strict=True)
+    ]
+    server.answer = streams(*events, {"choices": [], "usage": USAGE}, {"choices": []})
     deltas = await decode(engine, replace(PROMPT, route=Route.OPENAI))
-    assert [(delta.choice, delta.usage) for delta in deltas] == [(part, None) for part in parts]
+    assert [delta.choice for delta in deltas] == [*parts, None]
+    assert [delta.usage for delta in deltas] == [*usages, USAGE]
 
 
 async def test_a_whole_answer_of_decode_is_one_piece(server: StandIn, engine: VllmEngine) -> None:
@@ -707,6 +817,50 @@ async def test_a_refusal_has_vllms_message_and_status(
     with pytest.raises(EngineError, match=r"^maximum context length is 512$") as error:
         await call(engine, method)
     assert (error.value.status, error.value.retryable) == (status, status >= 500)
+
+
+LONG = "a\n  b\tc\r\n" * 10_000
+
+
+def assert_one_bounded_line(error: EngineError, status: int) -> None:
+    text = str(error)
+    assert text.startswith("a b c a b c")
+    assert text.endswith("…"), "it says that there was more"
+    assert text.splitlines() == [text]
+    assert len(text) <= MAX_MESSAGE + len("…")
+    assert error.status == status
+
+
+@every_method
+@pytest.mark.parametrize("status", [400, 500])
+async def test_the_text_of_a_refusal_is_one_bounded_line(
+    server: StandIn, engine: VllmEngine, method: str, status: int
+) -> None:
+    server.answer = fails(status, LONG)
+    with pytest.raises(EngineError) as error:
+        await call(engine, method)
+    assert_one_bounded_line(error.value, status)
+
+
+@pytest.mark.parametrize("method", STREAMS)
+@pytest.mark.parametrize("status", [400, 500])
+async def test_the_text_of_an_error_within_a_stream_is_one_bounded_line(
+    server: StandIn, engine: VllmEngine, method: str, status: int
+) -> None:
+    server.answer = streams({"error": {"message": LONG, "code": status}})
+    with pytest.raises(EngineError) as error:
+        await call(engine, method)
+    assert_one_bounded_line(error.value, status)
+
+
+@pytest.mark.parametrize("number", [1, MAX_MESSAGE - 1, MAX_MESSAGE])
+async def test_a_text_that_fits_is_given_as_it_is(
+    server: StandIn, engine: VllmEngine, number: int
+) -> None:
+    server.answer = fails(400, "x" * number)
+    with pytest.raises(EngineError) as error:
+        await engine.prefill(TEXT, None)
+    assert str(error.value) == "x" * number
 
 
 @every_method

@@ -46,6 +46,31 @@ async def test_a_handle_is_used_once(prefill: FakeEngine, decode: FakeEngine) ->
         await pieces(decode, prompt, handle)
 
 
+@pytest.mark.parametrize("status", [400, 500, None])
+async def test_a_decode_that_does_not_begin_has_not_used_its_handle(
+    prefill: FakeEngine, decode: FakeEngine, fabric: Fabric, status: int | None
+) -> None:
+    prompt = await prefill.render(TEXT)
+    handle = (await prefill.prefill(prompt, None)).handle
+    decode.failures["decode"].append(EngineError("no", status))
+    with pytest.raises(EngineError, match="no"):
+        await pieces(decode, prompt, handle)
+    assert (len(fabric.kv), fabric.uses.total()) == (1, 0)
+
+
+async def test_a_release_uses_the_handle(
+    prefill: FakeEngine, decode: FakeEngine, fabric: Fabric
+) -> None:
+    prompt = await prefill.render(TEXT)
+    handle = (await prefill.prefill(prompt, None)).handle
+    await decode.release(prompt, handle)
+    assert (fabric.kv, fabric.uses.total()) == ({}, 1)
+    with pytest.raises(EngineError, match="twice"):
+        await decode.release(prompt, handle)
+    with pytest.raises(EngineError, match="twice"):
+        await pieces(decode, prompt, handle)
+
+
 async def test_a_prompt_with_pictures_needs_their_embeddings(
     prefill: FakeEngine, tmp_path: Path
 ) -> None:
@@ -98,6 +123,10 @@ async def test_its_chunks_say_what_its_whole_choice_says(
     assert usage.usage == whole.usage
     assert [token for chunk in chunks for token in chunk.token_ids] == list(whole.token_ids)
     assert chunks[-1].finish_reason == whole.finish_reason
+    counts = [chunk.usage["completion_tokens"] for chunk in chunks if chunk.usage]
+    num_tokens = len(counts) - ("messages" in own)  # the role is no token
+    assert counts == list(range(num_tokens + 1))[-len(counts) :]
+    assert chunks[-1].usage == usage.usage
     assert whole.choice is not None
     assert said(*(chunk.choice for chunk in chunks)) == said(whole.choice)
 

@@ -130,7 +130,11 @@ def test_a_path_that_is_not_there_is_an_error(model: str) -> None:
 
 # Capabilities ---------------------------------------------------------------------------------
 
-SERVED = ["LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration"]
+SERVED = [
+    "LlavaForConditionalGeneration",
+    "LlavaNextForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+]
 UNSERVED = sorted(name for name, capability in CAPABILITIES.items() if not capability.served)
 
 
@@ -144,6 +148,8 @@ UNSERVED = sorted(name for name, capability in CAPABILITIES.items() if not capab
         (SERVED[0], {"model_type": "pixtral"}, f"{SERVED[0]}/pixtral", True),
         (SERVED[1], {"model_type": "clip_vision_model"}, SERVED[1], False),
         (SERVED[1], {"model_type": "pixtral"}, SERVED[1], False),
+        (SERVED[2], None, SERVED[2], True),
+        (SERVED[2], {"model_type": "pixtral"}, SERVED[2], True),
     ],
 )
 def test_how_a_model_is_served_depends_on_its_tower_where_that_matters(

@@ -1,6 +1,7 @@
 """OpenAI's objects made from an answer's pieces: whole, and in chunks that join to the same."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -424,6 +425,27 @@ def test_usage_is_what_decode_counted_and_reasoning_is_summed(
         "total_tokens": 3 + completion,
     }
     assert usage == expected | ({"completion_tokens_details": details} if details else {})
+
+
+@every_kind
+def test_continuous_usage_is_what_decode_counted_so_far(kind: str) -> None:
+    """Tokens of an echo, or of a call that is not said yet, are not shown."""
+    said: dict[str, Any] = {"delta": {"content": "a"}} if kind == "chat" else {"text": "a"}
+    pieces = []
+    for index, count in ((0, 1), (1, 2), (0, 4), (1, 5)):
+        _, piece = made_by_decode(index, [], **said)
+        pieces.append((index, replace(piece, usage={"completion_tokens": count})))
+    asked: dict[str, Any] = {"include_usage": True, "continuous_usage": True}
+    made = answer(kind, num_choices=2, route=Route.OPENAI, **asked)
+    seen: dict[int, list[int]] = {}
+    for chunk in chunks(made, pieces):
+        assert chunk["usage"]["prompt_tokens"] == 3
+        count = chunk["usage"]["completion_tokens"]
+        assert chunk["usage"]["total_tokens"] == 3 + count
+        seen.setdefault(chunk["choices"][0]["index"], []).append(count)
+    opening = [0] if kind == "chat" else []
+    assert seen == {0: [*opening, 1, 4], 1: [*opening, 2, 5]}
+    assert made.usage_chunk()["usage"]["completion_tokens"] == 9
 
 
 def test_tokens_that_decode_counted_but_did_not_show_are_counted() -> None:

@@ -61,6 +61,29 @@ async def test_a_body_that_is_not_json_is_a_400(server: Server, content: bytes) 
     assert error["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("name", ["metadata", "response_format"])
+async def test_nothing_that_can_be_read_is_nested_too_deep_for_us(
+    server: Server, name: str
+) -> None:
+    own = json.dumps(body("hello", max_tokens=1)).encode()[:-1]
+
+    async def status(depth: int, name: str) -> int:
+        nested = b'{"a":' * depth + b"1" + b"}" * depth
+        content = own + f', "{name}": '.encode() + nested + b"}"
+        return (await server.client.post(CHAT, content=content, headers=JSON)).status_code
+
+    read, too_deep = 1, 1000  # what is ignored is only read
+    while too_deep - read > 1:
+        depth = (read + too_deep) // 2
+        if await status(depth, "metadata") == 200:
+            read = depth
+        else:
+            too_deep = depth
+    statuses = [await status(depth, name) for depth in range(read - 9, too_deep + 1)]
+    assert statuses == sorted(statuses)
+    assert set(statuses) == {200, 400}
+
+
 @pytest.mark.parametrize("content", [b"[]", b'"hello"', b"1", b"null", b"true"])
 async def test_a_body_that_is_no_object_is_a_400(server: Server, content: bytes) -> None:
     response = await server.client.post(CHAT, content=content, headers=JSON)
@@ -373,8 +396,8 @@ async def test_metrics_count_what_happened(server: Server) -> None:
 async def test_a_stream_that_never_begins_is_closed_too() -> None:
     closed = []
 
-    async def events() -> AsyncIterator[str]:
-        yield "data: {}\n\n"
+    async def events() -> AsyncIterator[bytes]:
+        yield b"data: {}\n\n"
 
     async def receive() -> Message:
         return {"type": "http.disconnect"}

@@ -124,10 +124,24 @@ def test_a_wrong_part_is_refused_with_its_path(part: Any, path: str) -> None:
     assert error.message.startswith(f"{path}: ")
 
 
-@pytest.mark.parametrize("kind", [[], {}, ["text"]])
-def test_a_type_that_is_no_name_is_refused_too(kind: Any) -> None:
-    error = refusal(body([{"type": kind, "text": "hi"}]))
-    assert (error.status, error.param) == (400, "messages[0].content[0].type")
+KINDLESS: list[Any] = [[], {}, ["text"], None, 5, True]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {},
+        {"text": "hi"},
+        *({"type": kind, "text": "hi"} for kind in KINDLESS),
+        {"type": None, "image_url": {"url": URL}},
+    ],
+    ids=repr,
+)
+def test_a_part_without_a_type_that_is_a_name_is_told_so(part: Any) -> None:
+    error = refusal(body([part]))
+    path = "messages[0].content[0].type"
+    assert (error.status, error.param) == (400, path)
+    assert error.message == f"{path}: must be a string"
 
 
 def test_a_long_type_is_not_sent_back() -> None:

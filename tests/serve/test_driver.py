@@ -2,8 +2,8 @@
 
 import asyncio
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,21 @@ import pytest
 
 from easerve.costs.linear import LinearCosts
 from easerve.engines import fake
-from easerve.engines.protocol import Delta, EncodeCall, EngineError, Prefilled, Prompt
-from easerve.serve.driver import Job, Output, pieces
+from easerve.engines.protocol import Delta, EncodeCall, EngineError, Prefilled, Prompt, Route
+from easerve.engines.vllm.client import GENERATE, MAX_MESSAGE, VllmEngine
+from easerve.serve import driver
+from easerve.serve.driver import Job, Outputs
 from easerve.serve.errors import ApiError, ended
 from easerve.types import Reason, RequestId, Stage, WorkerId
 
+from ..engines.stand_in import fails, stand_in, streams
 from .conftest import Serve
 from .server import (
     COMPLETIONS,
     MODEL,
+    PATIENCE_S,
     TWO_OF_EACH,
+    Client,
     Content,
     Server,
     answer,
@@ -229,7 +234,7 @@ async def test_a_stream_that_breaks_after_the_first_token_ends_with_an_error(
 ) -> None:
     server.hold("decode", permits=2)
     task = asyncio.create_task(server.stream(PICTURE))
-    await two_tokens_sent(server)
+    await pieces_made(server, 2)
     server.engines["d0"].failures["decode"].append(EngineError("a secret of ours", 500))
     server.release()
     streamed = await task
@@ -243,23 +248,444 @@ async def test_a_stream_that_breaks_after_the_first_token_ends_with_an_error(
     assert server.num_calls("decode") == 1
 
 
-async def test_a_whole_answer_that_breaks_after_the_first_token_is_an_error(
-    server: Server,
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_whole_answer_that_breaks_in_the_middle_is_made_again(
+    server: Server, n: int
 ) -> None:
     server.hold("decode", permits=2)
-    task = asyncio.create_task(server.ask(PICTURE))
-    await two_tokens_sent(server)
+    task = asyncio.create_task(server.ask(PICTURE, n=n, seed=1))
+    await pieces_made(server, 2)
     server.engines["d0"].failures["decode"].append(EngineError("the engine failed", 500))
     server.release()
-    assert error_of(await task, 500)["code"] == "decode_failed"
-    assert server.num_calls("decode") == 1
+    response = await task
+    assert answers_of(response) == [answer("which?", RED, seed=1 + leg) for leg in range(n)]
+    assert response.json()["usage"]["completion_tokens"] == 16 * n
+    assert (server.num_calls("prefill"), server.num_calls("decode")) == (n + 1, n + 1)
 
 
-async def two_tokens_sent(server: Server) -> None:
-    def sent() -> bool:
-        return [job.num_output_tokens for job in server.driver._jobs.values()] == [2]
+@pytest.mark.parametrize("asked", [{}, {"tools": [{"function": {"name": "look"}}]}])
+async def test_a_whole_answer_whose_engine_dies_in_the_middle_is_another_ones(
+    serve: Serve, asked: dict[str, Any]
+) -> None:
+    server = await serve(["e0", "p0", "d0", "d1"])
+    server.hold("decode", permits=2)
+    lost = server.engines["d0"]
+    if asked:  # what decode parses comes whole, too
+        lost.permits["decode"] = asyncio.Semaphore(0)
+    task = asyncio.create_task(server.ask(PICTURE, **asked))
+    await server.working("decode")
+    await until(lambda: asked or lost.num_pieces == 2, "the second token")
+    server.lose("d0")
+    server.release()
+    response = await task
+    if asked:
+        (call,) = response.json()["choices"][0]["message"]["tool_calls"]
+        assert call["function"]["arguments"] == ANSWER
+    else:
+        assert answer_of(response) == ANSWER
+    assert response.json()["usage"]["completion_tokens"] == 16
+    assert [server.engines[name].calls["decode"] for name in ("d0", "d1")] == [1, 1]
+    await server.idle()
+    assert server.driver.timelines.popitem()[1].get("ttft", 0.0) >= 0
 
-    await until(sent, "the second token")
+
+async def test_a_whole_answer_that_always_breaks_in_the_middle_is_an_error(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = server.engines["d0"]
+    decode = engine.decode
+
+    async def break_off(prompt: Prompt, handle: Mapping[str, Any]) -> AsyncIterator[Delta]:
+        async for delta in decode(prompt, handle):
+            yield delta
+            raise EngineError("a secret of ours", 500)
+
+    monkeypatch.setattr(engine, "decode", break_off)
+    response = await server.ask(PICTURE)
+    assert error_of(response, 500)["code"] == "decode_failed"
+    assert "secret" not in response.text
+    assert server.num_calls("decode") == 3
+
+
+async def pieces_made(server: Server, number: int) -> None:
+    def made() -> bool:
+        return sum(engine.num_pieces for engine in server.engines.values()) == number
+
+    await until(made, f"piece {number} of decode")
+
+
+# A client reads slowly ----------------------------------------------------------------------------
+
+UNREAD = 4
+held_or_not = pytest.mark.parametrize("asked", [{}, {"tools": [{"function": {"name": "look"}}]}])
+
+
+@pytest.fixture
+def few_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "MAX_UNREAD", UNREAD)
+
+
+def submit(server: Server, stream: bool = True, num_choices: int = 1, **asked: Any) -> Job:
+    """A request whose answer nobody reads."""
+    route = Route.OPENAI if "tools" in asked else Route.TEXT
+    job = Job(RequestId("r"), body(TEXT, **asked), [], 1, num_choices, route, stream)
+    server.driver.submit(job)
+    return job
+
+
+async def held_at(server: Server, number: int) -> None:
+    """Decode makes so many pieces, and no more."""
+    await pieces_made(server, number)
+    await asyncio.sleep(0.02)
+    await pieces_made(server, number)
+
+
+@held_or_not
+@pytest.mark.usefixtures("few_unread")
+async def test_decode_waits_for_a_client_that_does_not_read(
+    server: Server, asked: dict[str, Any]
+) -> None:
+    job = submit(server, **asked)
+    await held_at(server, UNREAD)
+    stream = job.outputs.pieces(1)
+    for number in (1, 2):
+        await anext(stream)
+        await held_at(server, UNREAD + number)
+    rest = [piece async for piece in stream]
+    assert len(rest) + 2 == server.engines["d0"].num_pieces
+    assert job.num_output_tokens == 16
+
+
+@pytest.mark.parametrize("token_ids", [(), (1,), (1, 2), tuple(range(UNREAD))], ids=len)
+@pytest.mark.usefixtures("few_unread")
+async def test_there_is_room_for_so_many_tokens_in_pieces_of_any_size(
+    token_ids: tuple[int, ...],
+) -> None:
+    outputs = Outputs()
+    fits = UNREAD // (len(token_ids) or 1)
+    for _ in range(fits):
+        await asyncio.wait_for(outputs.room(), PATIENCE_S)
+        outputs.put((0, Delta("a", token_ids)))
+    room = asyncio.create_task(outputs.room())
+    await asyncio.sleep(0)
+    assert not room.done()
+    await anext(outputs.pieces(1))
+    await asyncio.wait_for(room, PATIENCE_S)
+
+
+@pytest.mark.usefixtures("few_unread")
+async def test_choices_wait_together_for_a_client_that_does_not_read(server: Server) -> None:
+    job = submit(server, num_choices=3, seed=1)
+    await until(lambda: server.num_calls("decode") == 3)
+    await asyncio.sleep(0.02)
+    made = server.engines["d0"].num_pieces
+    assert UNREAD <= made <= UNREAD + 2, "each has at most one piece in its hands"
+    texts = ["", "", ""]
+    async for leg, delta in job.outputs.pieces(1):
+        texts[leg] += delta.text
+    assert texts == [answer(TEXT, seed=1 + leg) for leg in range(3)]
+
+
+@held_or_not
+@pytest.mark.usefixtures("few_unread")
+async def test_a_whole_answer_waits_for_nobody(server: Server, asked: dict[str, Any]) -> None:
+    job = submit(server, stream=False, num_choices=2, **asked)
+    await until(lambda: server.core.num_open == 0 and job.timeline.get("end"))
+    answers = [piece async for piece in job.outputs.pieces(1)]
+    assert len(answers) == (2 if asked else 32)
+
+
+@pytest.mark.usefixtures("few_unread")
+async def test_a_request_that_is_withdrawn_while_it_waits_leaves_nothing(server: Server) -> None:
+    job = submit(server)
+    await held_at(server, UNREAD)
+    server.driver.cancel(job)
+    await server.idle()
+    assert len([piece async for piece in job.outputs.pieces(1)]) == UNREAD
+
+
+@pytest.mark.parametrize(
+    ("limits", "code"), [({"request_timeout_s": 0.1}, "timed_out"), ({}, None)]
+)
+@pytest.mark.usefixtures("few_unread")
+async def test_what_ends_a_request_that_waits_is_said_after_its_pieces(
+    serve: Serve, limits: dict[str, float], code: str | None
+) -> None:
+    server = await serve(limits=limits)
+    job = submit(server)
+    await held_at(server, UNREAD)
+    if code is None:
+        code = "worker_lost"
+        server.lose("d0")
+    await server.idle()
+    stream = job.outputs.pieces(1)
+    for _ in range(UNREAD):
+        await anext(stream)
+    with pytest.raises(ApiError) as error:
+        await anext(stream)
+    assert error.value.code == code
+
+
+async def stalled(server: Server, monkeypatch: pytest.MonkeyPatch) -> Client:
+    """A client that reads nothing of an answer that is larger than what the system buffers."""
+    engine = server.engines["d0"]
+    decode = engine.decode
+
+    async def decode_much(prompt: Prompt, handle: Mapping[str, Any]) -> AsyncIterator[Delta]:
+        async for delta in decode(prompt, handle):
+            yield replace(delta, text=delta.text + "x" * (2 << 20))
+
+    monkeypatch.setattr(engine, "decode", decode_much)
+    monkeypatch.setattr(driver, "MAX_UNREAD", 2)
+    client = await server.connect(body(TEXT, stream=True))
+    await until(lambda: engine.num_pieces)
+    number = 0
+    while number < engine.num_pieces:  # until it makes no more
+        number = engine.num_pieces
+        await asyncio.sleep(0.1)
+    assert number < 16
+    return client
+
+
+async def test_a_client_that_reads_on_gets_the_rest(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = await stalled(server, monkeypatch)
+    said = b""
+    while not said.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
+        read = await asyncio.wait_for(client.reader.read(1 << 20), PATIENCE_S)
+        assert read, "the stream broke off"
+        said += read.replace(b"x", b"")
+    assert said.count(b'"content":" w') == 16
+    await client.leave()
+
+
+async def test_a_client_that_leaves_instead_leaves_nothing(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = await stalled(server, monkeypatch)
+    await client.leave()
+    await server.idle()
+    assert server.engines["d0"].num_pieces < 16
+
+
+# KV caches that nobody decodes --------------------------------------------------------------------
+
+
+def after_prefill(server: Server, name: str, then: Callable[[], None], after: int = 0) -> None:
+    """Do this when the engine has prefilled; or when the loop has turned so often since."""
+    engine = server.engines[name]
+    prefill, loop = engine.prefill, asyncio.get_running_loop()
+
+    def turn(number: int) -> None:
+        if number == 0:
+            then()
+        else:
+            loop.call_soon(turn, number - 1)
+
+    async def prefill_and_go_on(prompt: Prompt, folder: Path | None) -> Prefilled:
+        made = await prefill(prompt, folder)
+        turn(after)
+        return made
+
+    engine.prefill = prefill_and_go_on  # type: ignore[method-assign]
+
+
+def withdraw_all(server: Server) -> None:
+    for job in server.driver._jobs.values():
+        server.driver.cancel(job)
+    server.driver._flush()
+
+
+@pytest.mark.parametrize("error", [EngineError("no", 400), EngineError("no", 422)])
+@streamed_or_not
+async def test_a_kv_cache_that_decode_refuses_is_given_back(
+    server: Server, error: EngineError, stream: bool
+) -> None:
+    server.engines["d0"].failures["decode"].append(error)
+    error_of(await server.ask(PICTURE, stream=stream), 400)
+    await server.idle()
+    assert server.fabric.kv == {}
+    assert server.num_calls("release") == 1
+
+
+async def test_a_kv_cache_that_was_pulled_is_not_given_back(server: Server) -> None:
+    server.hold("decode", permits=2)
+    task = asyncio.create_task(server.stream(PICTURE))
+    await pieces_made(server, 2)
+    server.engines["d0"].failures["decode"].append(EngineError("no", 400))
+    server.release()
+    assert [error["message"] for error in (await task).errors] == ["no"]
+    await server.idle()
+    assert server.num_calls("release") == 0
+
+
+@streamed_or_not
+async def test_a_kv_cache_whose_decode_is_tried_again_is_not_given_back(
+    server: Server, stream: bool
+) -> None:
+    server.engines["d0"].failures["decode"].append(EngineError("the engine failed", 500))
+    assert await answer_to(server, PICTURE, stream) == ANSWER
+    await server.idle()
+    assert server.num_calls("release") == 0
+
+
+@pytest.mark.parametrize("num_choices", [1, 3])
+@pytest.mark.parametrize("after", range(1, 6))
+async def test_a_client_that_leaves_around_the_end_of_prefill_leaves_no_kv_cache(
+    server: Server, after: int, num_choices: int
+) -> None:
+    after_prefill(server, "p0", lambda: withdraw_all(server), after)
+    server.hold("decode")
+    job = submit(server, num_choices=num_choices)
+    assert [piece async for piece in job.outputs.pieces(1)] == []
+    await server.idle()
+    assert server.fabric.kv == {}
+
+
+async def test_a_client_that_leaves_between_prefill_and_decode_has_its_kv_cache_given_back(
+    server: Server,
+) -> None:
+    after_prefill(server, "p0", lambda: server.driver.cancel(job))
+    job = submit(server)
+    await server.idle()
+    assert (server.num_calls("prefill"), server.num_calls("decode")) == (1, 0)
+    assert (server.num_calls("release"), server.fabric.kv) == (1, {})
+
+
+@pytest.mark.parametrize("others", [1, 2])
+async def test_the_kv_caches_of_the_other_legs_are_given_back_when_one_fails(
+    server: Server, others: int
+) -> None:
+    engine, number = server.engines["p0"], count(0)
+    prefill = engine.prefill
+
+    async def refuse_the_last(prompt: Prompt, folder: Path | None) -> Prefilled:
+        if next(number) < others:
+            return await prefill(prompt, folder)
+        await asyncio.sleep(0)  # it ends in the same instant
+        raise EngineError("no", 400)
+
+    engine.prefill = refuse_the_last  # type: ignore[method-assign]
+    error_of(await server.ask(TEXT, n=others + 1), 400)
+    await server.idle()
+    assert server.num_calls("decode") == 0
+    assert (server.num_calls("release"), server.fabric.kv) == (others, {})
+
+
+@streamed_or_not
+async def test_a_kv_cache_that_was_left_over_is_given_back_at_the_end(
+    server: Server, stream: bool
+) -> None:
+    """There was no decode engine when it was ready."""
+    server.hold("prefill")
+    task = asyncio.create_task(answer_to(server, TEXT, stream))
+    await server.working("prefill")
+    server.lose("d0")
+    server.release()
+    await until(lambda: server.core.queue_lengths()[Stage.PREFILL], "the return to the queue")
+    assert len(server.fabric.kv) == 1
+    server.add("d1")
+    assert await task == answer(TEXT)
+    await server.idle()
+    assert (server.num_calls("release"), server.fabric.kv) == (1, {})
+
+
+async def test_without_a_decode_engine_no_kv_cache_is_given_back(server: Server) -> None:
+    def lose_decode() -> None:
+        server.driver.cancel(job)
+        server.lose("d0")
+
+    after_prefill(server, "p0", lose_decode)
+    job = submit(server)
+    await server.idle()
+    assert server.num_calls("release") == 0
+    assert len(server.fabric.kv) == 1, "it ends with its lease"
+
+
+@pytest.mark.parametrize("busy", ["d0", "d1"])
+async def test_the_decode_engine_with_fewest_calls_gives_it_back(serve: Serve, busy: str) -> None:
+    server = await serve(["e0", "p0", busy])
+    server.hold("decode")
+    tasks = [asyncio.create_task(server.ask(TEXT)) for _ in range(2)]
+    await until(lambda: server.num_calls("decode") == 2)
+    idle = server.add({"d0": "d1", "d1": "d0"}[busy])
+    after_prefill(server, "p0", lambda: withdraw(server, "r"))
+    submit(server)
+    await until(lambda: server.num_calls("release") == 1)
+    assert idle.calls["release"] == 1
+    server.release()
+    assert [answer_of(await task) for task in tasks] == [answer(TEXT)] * 2
+
+
+def withdraw(server: Server, name: str) -> None:
+    server.driver.cancel(server.driver._jobs[RequestId(name)])
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["fails", "is cut short"])
+async def test_a_release_that_does_not_work_harms_nobody(server: Server, fails: bool) -> None:
+    decoder = server.engines["d0"]
+    decoder.failures["decode"].append(EngineError("no", 400))
+    if fails:
+        decoder.failures["release"].append(EngineError("the engine failed", 500))
+    else:
+        server.hold("release")
+    error_of(await server.ask(TEXT), 400)
+    if not fails:
+        await server.working("release")
+        server.lose("d0")
+        server.add("d0")
+    await server.idle()
+    assert answer_of(await server.ask(TEXT)) == answer(TEXT)
+
+
+async def test_closing_waits_for_no_release(server: Server) -> None:
+    server.hold("release")
+    server.engines["d0"].failures["decode"].append(EngineError("no", 400))
+    error_of(await server.ask(TEXT), 400)
+    await server.working("release")
+    await server.driver.close()
+    await server.idle()
+
+
+# What is said of an error -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "level"), [(EngineError("no", 400), "INFO"), (EngineError("broken", 500), "WARNING")]
+)
+async def test_only_errors_of_ours_are_worth_a_warning(
+    server: Server, caplog: pytest.LogCaptureFixture, error: EngineError, level: str
+) -> None:
+    caplog.set_level("INFO", "easerve.driver")
+    server.engines["p0"].failures["prefill"].append(error)
+    await server.ask(TEXT)
+    found = [record for record in caplog.records if record.name == "easerve.driver"]
+    assert [record.levelname for record in found] == [level]
+    assert str(error) in found[0].getMessage()
+
+
+@pytest.mark.parametrize("within", [False, True], ids=["at once", "within a stream"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_a_long_text_of_an_engine_reaches_the_client_as_one_bounded_line(
+    serve: Serve, tmp_path: Path, stream: bool, within: bool
+) -> None:
+    server = await serve(["e0", "p0"])
+    text = "no such\n  grammar\n" * 1000
+    async with stand_in(tmp_path / "s") as vllm:
+        refusal = {"error": {"message": text, "code": 400}}
+        vllm.answer = streams(refusal) if within else fails(400, text)
+        engine = VllmEngine(WorkerId("d0"), Stage.DECODE, tmp_path / "s", "tiny")
+        server.driver.add_engine(engine)
+        try:
+            message = error_of(await server.ask(TEXT, stream=stream), 400)["message"]
+            await server.idle()
+        finally:
+            await engine.close()
+    assert message.startswith("no such grammar no such grammar")
+    assert message.splitlines() == [message]
+    assert len(message) <= MAX_MESSAGE + len("…")
+    assert [path for path, _ in vllm.requests] == [GENERATE] * 2, "decode and release"
 
 
 # Headers ------------------------------------------------------------------------------------------
@@ -351,7 +777,7 @@ async def test_an_engine_lost_in_the_middle_of_a_stream_ends_it_with_an_error(
     server = await serve(TWO_OF_EACH)
     server.hold("decode", permits=2)
     task = asyncio.create_task(server.stream(PICTURE))
-    await two_tokens_sent(server)
+    await pieces_made(server, 2)
     server.lose("d0")
     streamed = await task
     assert [error["code"] for error in streamed.errors] == ["worker_lost"]
@@ -494,7 +920,7 @@ async def test_nothing_runs_for_a_client_that_has_left(
 async def test_a_client_may_leave_in_the_middle_of_the_answer(server: Server, stream: bool) -> None:
     server.hold("decode", permits=2)
     client = await server.connect(body(PICTURE, stream=stream))
-    await two_tokens_sent(server)
+    await pieces_made(server, 2)
     await client.leave()
     await server.idle()
 
@@ -503,7 +929,7 @@ async def test_a_client_may_leave_in_the_instant_of_its_request(server: Server) 
     job = Job(RequestId("r"), body(TEXT), [], num_bytes=1)
     server.driver.submit(job)
     server.driver.cancel(job)
-    assert [piece async for piece in pieces(job.outputs, 1)] == []
+    assert [piece async for piece in job.outputs.pieces(1)] == []
     assert server.num_calls("render") == 0
 
 
@@ -535,19 +961,18 @@ async def test_a_client_that_leaves_does_not_touch_another(server: Server, call:
 
 
 async def test_an_answer_ends_with_the_last_of_its_jobs() -> None:
-    outputs: asyncio.Queue[Output] = asyncio.Queue()
+    outputs = Outputs()
     said: list[tuple[int, Delta]] = [(0, Delta("a")), (1, Delta("b")), (0, Delta("c"))]
     for output in (said[0], None, said[1], None, said[2], None):
-        outputs.put_nowait(output)
-    assert [piece async for piece in pieces(outputs, 3)] == said
-    assert outputs.empty()
+        outputs.put(output)
+    assert [piece async for piece in outputs.pieces(3)] == said
 
 
 async def test_an_answer_ends_with_the_first_error_of_its_jobs() -> None:
-    outputs: asyncio.Queue[Output] = asyncio.Queue()
+    outputs = Outputs()
     for output in ((0, Delta("a")), None, ended(Reason.DECODE_FAILED), ended(Reason.TIMED_OUT)):
-        outputs.put_nowait(output)
-    stream = pieces(outputs, 3)
+        outputs.put(output)
+    stream = outputs.pieces(3)
     assert await anext(stream) == (0, Delta("a"))
     with pytest.raises(ApiError) as error:
         await anext(stream)
@@ -587,6 +1012,7 @@ async def test_a_leg_that_cannot_be_helped_ends_its_request_with_one_error(
     response = await server.ask(PICTURE, n=3, stream=stream)
     assert error_of(response, 400)["message"] == "no"
     await server.idle()
+    assert server.fabric.kv == {}
 
 
 @pytest.mark.parametrize("call", ["render", "prefill", "decode"])
@@ -606,7 +1032,7 @@ async def test_one_prompt_that_fails_ends_all_of_them_with_one_error(
 async def test_one_prompt_that_fails_in_mid_stream_ends_it_with_one_error(server: Server) -> None:
     server.hold("decode", permits=2)
     task = asyncio.create_task(server.stream_completion(["a", "b", "c"]))
-    await until(lambda: sum(job.num_output_tokens for job in server.driver._jobs.values()) == 2)
+    await pieces_made(server, 2)
     server.engines["d0"].failures["decode"] = [EngineError("a secret of ours", 500)] * 9
     server.release()
     streamed = await task
@@ -624,8 +1050,7 @@ async def test_a_client_may_leave_in_the_middle_of_several_choices(
     server.hold("decode", permits)
     client = await server.connect(body(PICTURE, n=3, stream=stream))
     await until(lambda: server.num_calls("decode") == 3)
-    (job,) = server.driver._jobs.values()
-    await until(lambda: job.num_output_tokens == permits)
+    await pieces_made(server, permits)
     await client.leave()
     await server.idle()
     assert server.core.num_open == 0
@@ -662,18 +1087,23 @@ FORMAT = {"structured_outputs": {"regex": "("}}
 
 
 @pytest.mark.parametrize(
-    ("asked", "status", "code"),
+    ("asked", "status", "code", "num_calls"),
     [
-        ({}, 500, "decode_failed"),
-        (TOOLS, 500, "decode_failed"),
-        (FORMAT, 400, None),
-        (TOOLS | FORMAT, 400, None),
+        ({}, 500, "decode_failed", 3),
+        (TOOLS, 500, "decode_failed", 3),
+        (FORMAT, 400, None, 1),
+        (TOOLS | FORMAT, 400, None, 1),
     ],
     ids=["plain", "tools", "format", "tools and format"],
 )
 @streamed_or_not
-async def test_a_format_that_no_engine_can_apply_is_the_clients_fault(
-    server: Server, asked: dict[str, Any], status: int, code: str | None, stream: bool
+async def test_a_format_that_an_engine_cannot_apply_is_the_clients_fault_at_once(
+    server: Server,
+    asked: dict[str, Any],
+    status: int,
+    code: str | None,
+    num_calls: int,
+    stream: bool,
 ) -> None:
     server.engines["d0"].failures["decode"] = [EngineError("a secret of ours", 500)] * 3
     response = await server.ask(TEXT, **asked, stream=stream)
@@ -681,7 +1111,66 @@ async def test_a_format_that_no_engine_can_apply_is_the_clients_fault(
     assert error["code"] == code
     assert ("format" in error["message"]) is (status == 400)
     assert "secret" not in response.text
-    assert server.num_calls("decode") == 3
+    assert server.num_calls("decode") == num_calls
+    await server.idle()
+    assert server.num_calls("release") == (status == 400)
+
+
+@pytest.mark.parametrize("status", [503, None])
+@streamed_or_not
+async def test_a_format_is_not_to_blame_for_an_engine_that_is_unwell(
+    server: Server, status: int | None, stream: bool
+) -> None:
+    server.engines["d0"].failures["decode"].append(EngineError("busy", status))
+    response = await server.ask(TEXT, **FORMAT, stream=stream)
+    assert response.status_code == 200
+    assert server.num_calls("decode") == 2
+
+
+async def test_a_format_is_not_to_blame_for_a_whole_answer_that_breaks_in_the_middle(
+    server: Server,
+) -> None:
+    server.hold("decode", permits=2)
+    task = asyncio.create_task(server.ask(TEXT, **FORMAT))
+    await pieces_made(server, 2)
+    server.engines["d0"].failures["decode"].append(EngineError("the engine failed", 500))
+    server.release()
+    assert answer_of(await task) == answer(TEXT)
+
+
+@streamed_or_not
+async def test_a_format_is_not_to_blame_for_the_end_of_decode(serve: Serve, stream: bool) -> None:
+    server = await serve(["e0", "p0", "d0", "d1"])
+    engine = server.engines["d0"]
+
+    async def gone() -> bool:
+        return False
+
+    engine.health = gone  # type: ignore[method-assign]
+    engine.failures["decode"].append(EngineError("the engine failed", 500))
+    task = asyncio.create_task(server.ask(TEXT, **FORMAT, stream=stream))
+    assert (await task).status_code == 200
+    assert server.engines["d1"].calls["decode"] == 1
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "not known yet"])
+@streamed_or_not
+async def test_a_format_is_not_to_blame_for_the_end_of_prefill(
+    serve: Serve, known: bool, stream: bool
+) -> None:
+    """Decode cannot pull a KV cache from an engine that is gone."""
+    server = await serve(["e0", "p0", "p1", "d0"])
+    server.hold("decode")
+    task = asyncio.create_task(server.ask(TEXT, **FORMAT, stream=stream))
+    await server.working("decode")
+    (holder,) = [name for name in ("p0", "p1") if server.engines[name].calls["prefill"]]
+    if known:
+        server.lose(holder)
+    server.engines[holder].dead = True
+    server.engines["d0"].failures["decode"].append(EngineError("the engine failed", 500))
+    server.release()
+    assert (await task).status_code == 200
+    assert (server.num_calls("prefill"), server.num_calls("decode")) == (2, 2)
 
 
 @pytest.mark.parametrize("call", ["encode", "prefill"])

@@ -332,6 +332,15 @@ async def test_an_echoed_prompt_comes_before_the_answer(server: Server, stream: 
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (2, 6)
 
 
+async def test_continuous_usage_counts_the_tokens_of_an_echo_too(server: Server) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked = {"echo": True, "max_tokens": 3, "stream_options": options}
+    streamed = await server.stream_completion("hello you", **asked)
+    *usages, whole = [event["usage"] for event in streamed.events]
+    assert [usage["completion_tokens"] for usage in usages] == [1, 2, 3]
+    assert whole == usages[-1] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 async def test_the_tokens_of_a_prompt_are_returned_with_its_choices(
     server: Server, stream: bool

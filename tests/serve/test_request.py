@@ -2,11 +2,21 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from easerve.serve import chat, completions
 from easerve.serve.errors import ApiError
-from easerve.serve.request import FORWARDED, IGNORED, MAX_CHOICES, NO_EFFECT, Asked
+from easerve.serve.request import (
+    FORWARDED,
+    IGNORED,
+    MAX_CHOICES,
+    MAX_FORMAT_BYTES,
+    MAX_FORMAT_CHOICES,
+    MAX_SEED,
+    NO_EFFECT,
+    Asked,
+)
 
 from .server import MODEL
 
@@ -127,6 +137,72 @@ def test_n_choices_are_asked_for_and_the_engines_do_not_see_n(endpoint: Endpoint
 def test_n_is_bounded(endpoint: Endpoint, n: Any) -> None:
     error = endpoint.refusal(endpoint.own | {"n": n})
     assert (error.status, error.param) == (400, "n")
+
+
+@pytest.mark.parametrize(
+    ("seed", "n"), [(MAX_SEED, 1), (MAX_SEED, None), (MAX_SEED - 2, 3), (-MAX_SEED, 9), (0, 128)]
+)
+def test_a_seed_may_be_as_large_as_those_of_all_choices_fit(
+    endpoint: Endpoint, seed: int, n: int | None
+) -> None:
+    assert endpoint.sent(seed=seed, n=n) == {"seed": seed}
+
+
+@pytest.mark.parametrize(
+    ("seed", "n"), [(MAX_SEED, 2), (MAX_SEED - 2, 4), (MAX_SEED + 1, 1), (1 << 80, None)]
+)
+def test_seeds_of_choices_that_do_not_fit_are_refused(
+    endpoint: Endpoint, seed: int, n: int | None
+) -> None:
+    error = endpoint.refusal(endpoint.own | {"seed": seed, "n": n})
+    assert (error.status, error.param) == (400, "seed")
+    assert error.message.startswith("seed: ")
+
+
+# Formats ------------------------------------------------------------------------------------------
+
+
+def formats(endpoint: Endpoint) -> list[str]:
+    tools = ["tools"] if "messages" in endpoint.own else []
+    return ["response_format", "structured_outputs", *tools]
+
+
+def format_of(num_bytes: int, letter: str = "x") -> dict[str, str]:
+    """Something of that size as JSON."""
+    rest = num_bytes - len(msgspec.json.encode({"a": ""}))
+    made = {"a": letter * (rest // len(letter.encode()))}
+    assert len(msgspec.json.encode(made)) == num_bytes
+    return made
+
+
+@pytest.mark.parametrize("letter", ["x", "é"])
+def test_a_format_is_bounded(endpoint: Endpoint, letter: str) -> None:
+    for name in formats(endpoint):
+        fits = format_of(MAX_FORMAT_BYTES, letter)
+        assert endpoint.sent(**{name: fits}) == {name: fits}
+        error = endpoint.refusal(endpoint.own | {name: format_of(MAX_FORMAT_BYTES + 2, letter)})
+        assert (error.status, error.param) == (400, name)
+        assert error.message == f"{name}: larger than {MAX_FORMAT_BYTES} bytes"
+
+
+@pytest.mark.parametrize("value", [[], ["a"], "", "a", 0, 5, 0.5, True, False], ids=repr)
+def test_structured_outputs_are_an_object(endpoint: Endpoint, value: Any) -> None:
+    error = endpoint.refusal(endpoint.own | {"structured_outputs": value})
+    assert (error.status, error.param) == (400, "structured_outputs")
+    assert error.message == "structured_outputs: must be an object"
+
+
+def test_choices_of_a_format_are_bounded(endpoint: Endpoint) -> None:
+    fits = {"choice": ["a"] * MAX_FORMAT_CHOICES}
+    assert endpoint.sent(structured_outputs=fits) == {"structured_outputs": fits}
+    error = endpoint.refusal(
+        endpoint.own | {"structured_outputs": {"choice": [*fits["choice"], "b"]}}
+    )
+    assert (error.status, error.param) == (400, "structured_outputs.choice")
+    assert error.message.startswith("structured_outputs.choice: ")
+
+
+# Flags --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ class KvCache:
 class Fabric:
     """What connects the fake engines: the KV caches that prefill holds, by handle.
 
-    ``uses``: how often each handle was shown to a decode engine; more than once is wrong.
+    ``uses``: how often each handle was pulled; more than once is wrong.
     """
 
     kv: dict[int, KvCache] = field(default_factory=dict)
@@ -73,6 +73,7 @@ class FakeEngine:
 
     ``failures``, by the method: raised by its next calls in turn. ``permits``, by the method: each
     of its calls, and each token of decode, waits for one. ``dead``: every call fails.
+    ``num_pieces``: that decode has given.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class FakeEngine:
         self.failures: defaultdict[str, list[Exception]] = defaultdict(list)
         self.permits: dict[str, asyncio.Semaphore] = {}
         self.dead = False
-        self.running = 0
+        self.running = self.num_pieces = 0
         self.calls: Counter[str] = Counter()
         self.encode_calls: list[int] = []
 
@@ -143,17 +144,15 @@ class FakeEngine:
         return Prefilled({"handle": handle}, load_s=0.0)
 
     async def decode(self, prompt: Prompt, handle: Mapping[str, Any]) -> AsyncIterator[Delta]:
-        self._fabric.uses[handle["handle"]] += 1
         self._begin("decode")
-        cache = self._fabric.kv.pop(handle["handle"], None)
-        if cache is None:
-            raise EngineError("a KV handle was used twice", 500)
+        cache = self._pull(handle)
         deltas = _deltas(cache, prompt)
         if prompt.route is Route.OPENAI:
             deltas = _chunks(deltas, prompt) if prompt.stream else [_whole(deltas, prompt)]
         for delta in deltas:
             await self._work("decode", self._costs.decode_s(1))
             self._check("decode")
+            self.num_pieces += 1
             yield delta
 
     async def _work(self, call: str, seconds: float) -> None:
@@ -164,6 +163,18 @@ class FakeEngine:
             await asyncio.sleep(seconds)
         finally:
             self.running -= 1
+
+    async def release(self, prompt: Prompt, handle: Mapping[str, Any]) -> None:
+        self._begin("release")
+        await self._work("release", 0.0)
+        self._pull(handle)
+
+    def _pull(self, handle: Mapping[str, Any]) -> KvCache:
+        self._fabric.uses[handle["handle"]] += 1
+        try:
+            return self._fabric.kv.pop(handle["handle"])
+        except KeyError:
+            raise EngineError("a KV handle was used twice", 500) from None
 
     async def health(self) -> bool | None:
         return not self.dead
@@ -245,7 +256,10 @@ def _reason(delta: Delta, prompt: Prompt) -> str | None:
 
 
 def _chunks(deltas: Sequence[Delta], prompt: Prompt) -> list[Delta]:
-    """A role, a chunk for each token (the first of a call says nothing), and the usage."""
+    """A role, a chunk for each token (the first of a call says nothing), and the usage.
+
+    Each has the usage so far.
+    """
     chunks: list[dict[str, Any]] = []
     if _is_chat(prompt):
         role = {"role": "assistant", "content": ""}
@@ -268,8 +282,14 @@ def _chunks(deltas: Sequence[Delta], prompt: Prompt) -> list[Delta]:
             chunk["token_ids"] = list(delta.token_ids)
         chunks.append(chunk)
     made = [
-        Delta("", chunk.get("token_ids", ()), chunk["finish_reason"], choice={"index": 0, **chunk})
-        for chunk in chunks
+        Delta(
+            "",
+            chunk.get("token_ids", ()),
+            chunk["finish_reason"],
+            choice={"index": 0, **chunk},
+            usage=_usage(prompt, len(deltas) - len(chunks) + number),
+        )
+        for number, chunk in enumerate(chunks, 1)
     ]
     return [*made, Delta("", usage=_usage(prompt, len(deltas)))]
 

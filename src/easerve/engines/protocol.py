@@ -1,7 +1,7 @@
 """What the server asks of a stage engine.
 
 One engine plays one stage; the server calls only that stage's method, ``render`` (on an encoder
-for prompts with media, on a prefill engine for text) and ``healthy``.
+for prompts with media, on a prefill engine for text) and ``health``.
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -101,7 +101,7 @@ class Delta:
     """A piece of an answer. ``finish_reason`` is set on the last one only.
 
     ``logprobs``: OpenAI's chat form, one entry per token. On Route.OPENAI a piece is ``choice``, as
-    OpenAI's API has it (a chunk's, or the whole one), and ``usage`` follows the last one.
+    OpenAI's API has it (a chunk's, or the whole one), and ``usage`` counts up to it.
     """
 
     text: str
@@ -144,6 +144,10 @@ class Engine(Protocol):
 
     def decode(self, prompt: Prompt, handle: Mapping[str, Any]) -> AsyncIterator[Delta]:
         """Pull the KV cache and generate. The first piece repeats prefill's token."""
+        ...
+
+    async def release(self, prompt: Prompt, handle: Mapping[str, Any]) -> None:
+        """Pull a KV cache that nobody decodes, so that prefill frees it."""
         ...
 
     async def health(self) -> bool | None:

@@ -78,15 +78,17 @@ class Answer:
     def usage(self) -> dict[str, Any]:
         """Tokens of every prompt, and of every choice."""
         prompt = sum(len(job.prompt.token_ids) for job in self.jobs if job.prompt)
-        completion = sum(
-            self._usages.get(choice, {}).get("completion_tokens", number)
-            for choice, number in self._num_tokens.items()
-        )
+        completion = sum(self._completion(choice) for choice in self._num_tokens)
         return _usage(prompt, completion) | self._details()
 
     def prompt_token_ids(self, choice: int) -> list[int]:
         prompt = self.jobs[choice // self.asked.num_choices].prompt
         return list(prompt.token_ids) if prompt else []
+
+    def _completion(self, choice: int) -> int:
+        """Tokens of a choice so far, as its engine counts them, or as they were counted here."""
+        counted = self._num_tokens.get(choice, 0)
+        return int(self._usages.get(choice, {}).get("completion_tokens", counted))
 
     def _details(self) -> dict[str, Any]:
         details = [usage.get("completion_tokens_details") for usage in self._usages.values()]
@@ -120,8 +122,7 @@ class Answer:
     def _chunk(self, choice: int, content: dict[str, Any]) -> dict[str, Any]:
         chunk = {**self._head(self.chunk_kind), "choices": [{**content, "index": choice}]}
         if self.asked.continuous_usage:
-            prompt = len(self.prompt_token_ids(choice))
-            chunk["usage"] = _usage(prompt, self._num_tokens.get(choice, 0))
+            chunk["usage"] = _usage(len(self.prompt_token_ids(choice)), self._completion(choice))
         return chunk
 
     def _head(self, kind: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import hmac
-import json
 import re
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -21,7 +20,7 @@ from easerve.config import Deployment
 from easerve.engines.protocol import Delta
 from easerve.serve import chat, completions
 from easerve.serve.answers import Answer, ChatAnswer, CompletionAnswer
-from easerve.serve.driver import Driver, Job, Output, pieces
+from easerve.serve.driver import Driver, Job, Outputs
 from easerve.serve.errors import ApiError, ended
 from easerve.serve.request import Asked
 from easerve.types import Reason, RequestId
@@ -155,7 +154,7 @@ class Reader:
 
 def _jobs(asked: Asked, request_id: str, num_bytes: int) -> list[Job]:
     """One job per prompt; they share a queue of outputs."""
-    outputs: asyncio.Queue[Output] = asyncio.Queue()
+    outputs = Outputs()
     several = len(asked.bodies) > 1
     return [
         Job(
@@ -194,7 +193,7 @@ async def _respond(
 
     for job in jobs:
         driver.submit(job)
-    stream = pieces(jobs[0].outputs, len(jobs))
+    stream = jobs[0].outputs.pieces(len(jobs))
     gone = asyncio.create_task(_disconnected(request))
     work = asyncio.create_task(_first(stream) if asked.stream else _all(stream))
     done = False
@@ -212,7 +211,8 @@ async def _respond(
         if not done:
             cancel()
     if not asked.stream:
-        return JSONResponse(answer.whole(found), headers=headers)
+        content = msgspec.json.encode(answer.whole(found))
+        return Response(content, media_type="application/json", headers=headers)
     return EventStream(_events(answer, _chain(found, stream)), headers, cancel)
 
 
@@ -220,7 +220,7 @@ class EventStream(StreamingResponse):
     """Server-sent events. ``close`` is called at the end, also of a stream that never began."""
 
     def __init__(
-        self, events: AsyncIterator[str], headers: Mapping[str, str], close: Callable[[], None]
+        self, events: AsyncIterator[bytes], headers: Mapping[str, str], close: Callable[[], None]
     ) -> None:
         super().__init__(events, media_type="text/event-stream", headers=headers)
         self._close = close
@@ -232,7 +232,7 @@ class EventStream(StreamingResponse):
             self._close()
 
 
-async def _events(answer: Answer, stream: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[str]:
+async def _events(answer: Answer, stream: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[bytes]:
     """The answer as server-sent events; an error is the last but one."""
     try:
         async for choice, delta in stream:
@@ -242,11 +242,11 @@ async def _events(answer: Answer, stream: AsyncIterator[tuple[int, Delta]]) -> A
             yield _event(answer.usage_chunk())
     except ApiError as error:
         yield _event(error.body())
-    yield "data: [DONE]\n\n"
+    yield b"data: [DONE]\n\n"
 
 
-def _event(content: dict[str, Any]) -> str:
-    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n"
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
 async def _chain(

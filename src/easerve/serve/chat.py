@@ -96,7 +96,8 @@ def _part(part: Any, path: str, media_parts: list[MediaPart]) -> dict[str, Any]:
     if not isinstance(part, dict):
         raise ApiError(400, f"{path}: a content part must be an object", path)
     kind = part.get("type", "image_url" if "image_url" in part else None)
-    kind = kind if isinstance(kind, str) else repr(kind)
+    if not isinstance(kind, str):
+        raise ApiError(400, f"{path}.type: must be a string", f"{path}.type")
     if kind in TEXT_PARTS:
         key = TEXT_PARTS[kind]
         if not isinstance(part.get(key), str):

@@ -7,6 +7,7 @@ the embeddings are files in the job's folder, removed when the job ends.
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import shutil
 import time
@@ -37,6 +38,11 @@ from easerve.types import NS_PER_S, BatchId, Modality, Reason, RequestId, Shape,
 
 PREPARATION = -1
 KEPT_TIMELINES = 256
+MAX_UNREAD = 1024  # tokens of an answer that wait for a slow client; then decode's stream waits
+CANNOT_RENDER = (
+    "The prompt cannot be rendered: the model's chat template does not take these messages, or a "
+    "parameter of the template, of truncation or of the format is wrong"
+)
 logger = logging.getLogger("easerve.driver")
 
 
@@ -55,6 +61,47 @@ class MediaPart:
 Output: TypeAlias = tuple[int, Delta] | ApiError | None
 
 
+class Outputs:
+    """What the jobs of a request have to say: pieces, each with its choice, then None or an error.
+
+    Whoever streams asks for room first, so that a client who does not read fills no memory.
+    """
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[Output] = asyncio.Queue()
+        self._num_unread = 0  # tokens
+        self._room = asyncio.Event()
+        self._room.set()
+
+    def put(self, output: Output) -> None:
+        self._queue.put_nowait(output)
+        self._count(output, 1)
+
+    async def room(self) -> None:
+        await self._room.wait()
+
+    async def pieces(self, num_jobs: int) -> AsyncIterator[tuple[int, Delta]]:
+        """The answer, piece by piece. Raises ApiError when there is none."""
+        while num_jobs:
+            output = await self._queue.get()
+            self._count(output, -1)
+            if output is None:
+                num_jobs -= 1
+            elif isinstance(output, ApiError):
+                raise output
+            else:
+                yield output
+
+    def _count(self, output: Output, sign: int) -> None:
+        """Engines put what waits for its reader into one large piece: tokens count, not pieces."""
+        if isinstance(output, tuple):
+            self._num_unread += sign * (len(output[1].token_ids) or 1)
+            if self._num_unread < MAX_UNREAD:
+                self._room.set()
+            else:
+                self._room.clear()
+
+
 @dataclass(slots=True)
 class Job:
     """One prompt on its way. ``timeline``: stamps in seconds since it was received.
@@ -70,11 +117,12 @@ class Job:
     route: Route = Route.TEXT
     stream: bool = True
     first_choice: int = 0
-    outputs: asyncio.Queue[Output] = field(default_factory=asyncio.Queue)
+    outputs: Outputs = field(default_factory=Outputs)
     media: list[Media] = field(default_factory=list)
     prompt: Prompt | None = None
     folder: Path | None = None
-    handles: dict[tuple[int, int], Mapping[str, Any]] = field(default_factory=dict)
+    handles: dict[tuple[int, int], tuple[WorkerId, Mapping[str, Any]]] = field(default_factory=dict)
+    """By leg and attempt: the KV cache that waits for decode, and who holds it."""
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     """What runs for each leg now (PREPARATION: for all). A new attempt ends the old one's."""
     error: ApiError | None = None
@@ -83,21 +131,6 @@ class Job:
     decoded_bytes: int = 0
     num_output_tokens: int = 0
     timeline: dict[str, float] = field(default_factory=dict)
-
-
-async def pieces(outputs: asyncio.Queue[Output], num_jobs: int) -> AsyncIterator[tuple[int, Delta]]:
-    """The answer of a request's jobs, piece by piece, each with its choice.
-
-    Raises ApiError when there is none.
-    """
-    while num_jobs:
-        output = await outputs.get()
-        if output is None:
-            num_jobs -= 1
-        elif isinstance(output, ApiError):
-            raise output
-        else:
-            yield output
 
 
 class Driver:
@@ -153,7 +186,7 @@ class Driver:
         return {engine.stage for engine in self._engines.values()}.issuperset(Stage)
 
     def submit(self, job: Job) -> None:
-        """Take in a request; its answer comes through ``job.outputs`` (see pieces)."""
+        """Take in a request; its answer comes through ``job.outputs``."""
         job.received_ns = self._clock_ns()
         self._jobs[job.request_id] = job
         kinds = (Modality.IMAGE,) if job.media_parts else ()
@@ -177,6 +210,8 @@ class Driver:
         self.end_requests()
         if self._timer is not None:
             self._timer.cancel()
+        for task in itertools.chain.from_iterable(self._calls.values()):
+            task.cancel()
         await self._preparation.close()
 
     # The loop ---------------------------------------------------------------------------------
@@ -223,7 +258,7 @@ class Driver:
             case ev.Reject():
                 self._finish(job, "rejected", ended(action.reason, action.retry_after_s))
             case ev.Fail():
-                self._finish(job, "failed", job.error or _why(job, action.reason))
+                self._finish(job, "failed", job.error or ended(action.reason))
             case ev.Complete():
                 self._finish(job, "completed")
             case _:
@@ -266,12 +301,15 @@ class Driver:
             with contextlib.suppress(OSError):
                 job.folder.rename(gone)  # an encoder that still writes finds no folder
             shutil.rmtree(gone, ignore_errors=True)
+        for _, handle in job.handles.values():
+            assert job.prompt is not None
+            self._release(job.prompt, handle)
         self._stamp(job, "end")
         self._observe(job, outcome)
         self.timelines[job.request_id] = job.timeline
         if len(self.timelines) > KEPT_TIMELINES:
             self.timelines.popitem(last=False)
-        job.outputs.put_nowait(error)
+        job.outputs.put(error)
 
     # Stages -----------------------------------------------------------------------------------
 
@@ -330,8 +368,8 @@ class Driver:
             await self._failed(engine.worker_id, job, error)
             if error.status != 500 or engine.worker_id not in self._engines:
                 raise
-            # It answers, and is healthy: this is how a chat template fails on messages.
-            failed = EngineError("The model's chat template cannot render the messages", 400)
+            # It answers, and is healthy: this is how vLLM fails on what it did not expect.
+            failed = EngineError(CANNOT_RENDER, 400)
             await self._failed(engine.worker_id, job, failed)
             raise failed from None
         finally:
@@ -339,7 +377,8 @@ class Driver:
 
     async def _failed(self, worker_id: WorkerId, job: Job | None, error: EngineError) -> None:
         """Blame the request, or find out whether the engine is gone. A slow one is not."""
-        logger.warning("%s, request %s: %s", worker_id, job.request_id if job else "-", error)
+        level = logging.WARNING if error.retryable else logging.INFO
+        logger.log(level, "%s, request %s: %s", worker_id, job.request_id if job else "-", error)
         if not error.retryable:
             if job is not None:
                 job.error = ApiError(400, str(error))
@@ -405,9 +444,10 @@ class Driver:
         if prefilled.load_s is not None:
             job.timeline["transfer"] = prefilled.load_s
         if prefilled.answer is None:
-            job.handles[action.leg, action.attempt] = prefilled.handle
+            job.handles[action.leg, action.attempt] = action.worker_id, prefilled.handle
             self._post(ev.PrefillFinished(*leg))
         else:
+            self._see_first_token(job)
             self._deliver(job, action.leg, prefilled.answer)
             self._post(ev.PrefillFinished(*leg, final=True))
             self._flush()  # it is delivered: the loss of the engine must not come first
@@ -416,27 +456,70 @@ class Driver:
         assert job.prompt is not None
         begin = self._clock_ns()
         leg = (job.request_id, action.leg, action.attempt)
-        handle = job.handles.pop((action.leg, action.attempt))
-        first, prompt = True, job.prompt.for_leg(action.leg)
+        prefill_id, handle = job.handles.pop((action.leg, action.attempt))
+        prompt, num_pieces, held = job.prompt.for_leg(action.leg), 0, []
         try:
             async for delta in self._engine(action.worker_id).decode(prompt, handle):
-                if first:
-                    first = False
+                num_pieces += 1
+                if num_pieces == 1 and (job.stream or delta.choice is None):
                     self._measure("first token", begin, job)
+                    self._see_first_token(job)
+                if not job.stream:  # handed over in the end: until then the leg may start again
+                    held.append(delta)
+                    continue
+                if num_pieces == 1:
                     self._post(ev.FirstToken(*leg))
+                await job.outputs.room()
                 self._deliver(job, action.leg, delta)
+                await job.outputs.room()  # what is not read now is kept by the engine
         except EngineError as error:
             await self._failed(action.worker_id, job, error)
+            if error.status == 500 and not num_pieces:
+                error = await self._blame_format(job, error, action.worker_id, prefill_id)
+            if not error.retryable and not num_pieces:
+                self._release(prompt, handle)
             self._post(ev.DecodeFailed(*leg, retryable=error.retryable))
             return
+        for delta in held:
+            self._deliver(job, action.leg, delta)
         self._measure("decode", begin, job)
         self._post(ev.DecodeFinished(*leg))
 
+    async def _blame_format(
+        self, job: Job, error: EngineError, decode_id: WorkerId, prefill_id: WorkerId
+    ) -> EngineError:
+        """vLLM's grammar compiler gives a bad format back as an error of the engine's own.
+
+        So does the end of the prefill engine that the KV cache is pulled from.
+        """
+        if job.prompt is None or "structured_outputs" not in job.prompt.sampling:
+            return error
+        await self.probe(prefill_id)
+        if not {decode_id, prefill_id} <= self._engines.keys():
+            return error
+        job.error = ApiError(400, "The engine cannot apply this format (schema, grammar or tools)")
+        return EngineError(str(error), 400)
+
+    def _release(self, prompt: Prompt, handle: Mapping[str, Any]) -> None:
+        """Give a KV cache back that nobody will decode."""
+        engines = [each for each in self._engines.values() if each.stage is Stage.DECODE]
+        if not engines:
+            return  # it is freed when its lease ends
+        engine = min(engines, key=lambda each: (len(self._calls[each.worker_id]), each.worker_id))
+
+        async def release() -> None:
+            with contextlib.suppress(EngineError):
+                await engine.release(prompt, handle)
+
+        self._track(engine.worker_id, asyncio.get_running_loop().create_task(release()))
+
+    def _see_first_token(self, job: Job) -> None:
+        if "ttft" not in job.timeline:
+            self._stamp(job, "ttft")
+
     def _deliver(self, job: Job, leg: int, delta: Delta) -> None:
-        if "ttft" not in job.timeline and (job.stream or delta.choice is None):
-            self._stamp(job, "ttft")  # an answer that comes whole has no first token to see
         job.num_output_tokens += len(delta.token_ids)
-        job.outputs.put_nowait((job.first_choice + leg, delta))
+        job.outputs.put((job.first_choice + leg, delta))
 
     def _engine(self, worker_id: WorkerId) -> Engine:
         try:
@@ -466,12 +549,3 @@ class Driver:
                 after = job.timeline["end"] - job.timeline["ttft"]
                 job.timeline["tpot"] = after / (job.num_output_tokens - 1)
                 self.metrics.tpot.observe(job.timeline["tpot"])
-
-
-def _why(job: Job, reason: Reason) -> ApiError:
-    """What a client is told of a failure that no engine blamed on the request."""
-    constrained = job.prompt is not None and "structured_outputs" in job.prompt.sampling
-    if constrained and reason is Reason.DECODE_FAILED:
-        # vLLM's grammar compiler gives a bad format back as an internal error.
-        return ApiError(400, "No engine could apply the asked format (grammar, schema or tools)")
-    return ended(reason)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from easerve.engines.protocol import Route
@@ -11,6 +12,11 @@ from easerve.serve.driver import MediaPart
 from easerve.serve.errors import ApiError
 
 MAX_CHOICES = 128  # of one request, over all its prompts
+# Engines compile a format for all their requests, one after the other.
+FORMATS = ("response_format", "structured_outputs", "tools")
+MAX_FORMAT_BYTES = 128 << 10
+MAX_FORMAT_CHOICES = 1000
+MAX_SEED = (1 << 63) - 1
 # Parameters that the engines validate and apply; passed on as they are.
 FORWARDED = frozenset(
     {
@@ -130,7 +136,30 @@ def validate(
     for name, value in extra.items():
         if name not in forwarded | IGNORED and NO_EFFECT.get(name, ...) != value:
             raise ApiError(400, f"Parameter {name[:200]!r} is not supported", name[:200])
+    for name in FORMATS:
+        _check_format(name, extra.get(name))
+    seed, n = extra.get("seed"), request.n or 1
+    if isinstance(seed, int) and seed + n - 1 > MAX_SEED:
+        message = f"seed: choices are drawn with seed to seed + {n - 1}, over 64 bits"
+        raise ApiError(400, message, "seed")
     return request, {name: extra[name] for name in forwarded & extra.keys()}
+
+
+def _check_format(name: str, value: Any) -> None:
+    """Bounds on what an engine has to compile."""
+    if value is None:
+        return
+    if name == "structured_outputs" and not isinstance(value, dict):
+        raise ApiError(400, f"{name}: must be an object", name)
+    try:
+        num_bytes = len(msgspec.json.encode(value))
+    except RecursionError:
+        raise ApiError(400, f"{name}: nested too deep", name) from None
+    if num_bytes > MAX_FORMAT_BYTES:
+        raise ApiError(400, f"{name}: larger than {MAX_FORMAT_BYTES} bytes", name)
+    choices = value.get("choice") if isinstance(value, dict) else None
+    if isinstance(choices, list) and len(choices) > MAX_FORMAT_CHOICES:
+        raise ApiError(400, f"{name}.choice: more than {MAX_FORMAT_CHOICES}", f"{name}.choice")
 
 
 def asked(request: OpenAIRequest, bodies: list[dict[str, Any]]) -> Asked:

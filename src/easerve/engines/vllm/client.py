@@ -2,7 +2,7 @@
 
 import errno
 import hashlib
-import json
+import textwrap
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,12 @@ KEEPALIVE_S = 30.0  # below VLLM_HTTP_TIMEOUT_KEEP_ALIVE
 JSON = {"content-type": "application/json"}
 # Pictures are megabytes; the standard library takes several times as long.
 _encode = msgspec.json.encode
-MAX_LINE_BYTES = 1 << 24
+MAX_MESSAGE = 1000  # characters; engines repeat what a client sent
 # vLLM leaves out of its JSON what has its default value (sampling_params.py), but reads a missing
 # max_tokens as "up to the model's length".
 DEFAULT_MAX_TOKENS = 16
-# What prefill draws when decode draws every token: the cheapest, and never the end.
-DRAW_AGAIN: Mapping[str, Any] = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
+# One token, of no interest and never the end.
+ANY_TOKEN: Mapping[str, Any] = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
 # What of a chat request changes its prompt.
 RENDERING = frozenset(
     {
@@ -84,7 +84,6 @@ class VllmEngine:
             "http://engine",
             connector=aiohttp.UnixConnector(str(socket), limit=0, keepalive_timeout=KEEPALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S),
-            read_bufsize=MAX_LINE_BYTES,
             trust_env=False,
         )
 
@@ -113,7 +112,7 @@ class VllmEngine:
                 CHAT,
                 {
                     "messages": [{"role": "user", "content": [_content_part(m) for m in media]}],
-                    **DRAW_AGAIN,
+                    **ANY_TOKEN,
                     "ec_transfer_params": folders,
                 },
             )
@@ -125,7 +124,7 @@ class VllmEngine:
                 "content_parts": [
                     {"type": m.item_type, "url": m.url, "uuid": m.key} for m in media
                 ],
-                "sampling_params": DRAW_AGAIN,
+                "sampling_params": ANY_TOKEN,
                 "ec_transfer_params": folders,
             },
         )
@@ -133,10 +132,10 @@ class VllmEngine:
     async def prefill(self, prompt: Prompt, folder: Path | None) -> Prefilled:
         with_media = self._media_at_prefill and bool(prompt.items)
         decides = not with_media and _prefill_decides(prompt)
-        sampling = _one_token(prompt) if decides else DRAW_AGAIN
+        sampling = _first_token(prompt, decides)
         request = (
             {name: value for name, value in prompt.body.items() if name in RENDERING}
-            | {"tool_choice": "none", **sampling}
+            | {"tool_choice": "none", **ANY_TOKEN}
             if with_media
             else {**_tokens_in(prompt, sampling), "output_mode": "text"}
         )
@@ -155,7 +154,9 @@ class VllmEngine:
             raise
         choice, handle = reply["choices"][0], reply["kv_transfer_params"]
         load_s = (reply.get("ec_transfer_params") or {}).get("load_s")
-        if decides and (prompt.max_new_tokens <= 1 or choice["finish_reason"] != "length"):
+        if choice["finish_reason"] not in ("length", "stop"):
+            raise EngineError(f"{self.worker_id} ended its token: {choice['finish_reason']}")
+        if decides and (prompt.max_new_tokens <= 1 or choice["finish_reason"] == "stop"):
             return Prefilled(answer=_delta(choice), load_s=load_s)
         if not handle:
             raise EngineError(f"{self.worker_id} prefilled without keeping the KV cache")
@@ -180,15 +181,21 @@ class VllmEngine:
         async for event in self._stream(path, request):
             if "error" in event:
                 error = event["error"]
-                raise EngineError(f"{self.worker_id}: {error.get('message')}", error.get("code"))
+                raise EngineError(_brief(str(error.get("message"))), error.get("code"))
+            usage = event.get("usage")
             for choice in event["choices"]:
-                delta = _delta(choice) if path == GENERATE else _openai_delta(choice)
+                delta = _delta(choice) if path == GENERATE else _openai_delta(choice, usage)
                 finished = finished or delta.finish_reason is not None
                 yield delta
-            if event.get("usage") and not event["choices"]:
-                yield Delta("", usage=event["usage"])
+            if usage and not event["choices"]:
+                yield Delta("", usage=usage)
         if not finished:
             raise EngineError(f"{self.worker_id} broke off its answer")
+
+    async def release(self, prompt: Prompt, handle: Mapping[str, Any]) -> None:
+        # Prefill frees a KV cache when it has been pulled; else it keeps it for its lease of 30 s.
+        request = {**_tokens_in(prompt, ANY_TOKEN), "kv_transfer_params": dict(handle)}
+        await self._post(GENERATE, request)
 
     async def health(self) -> bool | None:
         try:
@@ -216,8 +223,8 @@ class VllmEngine:
             async with self._session.post(path, data=content, headers=JSON) as response:
                 if response.status != 200:
                     raise await self._error(response)
-                return await response.json()
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+                return msgspec.json.decode(await response.read())
+        except (aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
             raise self._unreachable(error) from error
 
     async def _stream(self, path: str, request: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
@@ -227,10 +234,13 @@ class VllmEngine:
             async with self._session.post(path, data=content, headers=JSON) as response:
                 if response.status != 200:
                     raise await self._error(response)
-                async for line in response.content:
-                    if line.startswith(b"data: ") and line != b"data: [DONE]\n":
-                        yield json.loads(line[6:])
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+                rest = b""
+                async for piece in response.content.iter_any():
+                    *lines, rest = (rest + piece).split(b"\n")
+                    for line in lines:
+                        if line.startswith(b"data: {"):
+                            yield msgspec.json.decode(line[6:])
+        except (aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
             raise self._unreachable(error) from error
 
     def _unreachable(self, error: Exception) -> EngineError:
@@ -238,10 +248,15 @@ class VllmEngine:
 
     async def _error(self, response: aiohttp.ClientResponse) -> EngineError:
         try:
-            message = (await response.json())["error"]["message"]
-        except (aiohttp.ClientError, ValueError, KeyError, TypeError):
+            message = msgspec.json.decode(await response.read())["error"]["message"]
+        except (aiohttp.ClientError, OSError, msgspec.MsgspecError, KeyError, TypeError):
             message = f"{self.worker_id} answered {response.status}"
-        return EngineError(message, response.status)
+        return EngineError(_brief(str(message)), response.status)
+
+
+def _brief(message: str) -> str:
+    """One line, bounded: it goes to the client and into the log."""
+    return textwrap.shorten(message[: 4 * MAX_MESSAGE], MAX_MESSAGE, placeholder=" …")
 
 
 def _prefill_decides(prompt: Prompt) -> bool:
@@ -255,11 +270,17 @@ def _prefill_decides(prompt: Prompt) -> bool:
     return prompt.max_new_tokens <= 1 or prompt.sampling.get("temperature") == 0
 
 
-def _one_token(prompt: Prompt) -> dict[str, Any]:
-    """The request's own sampling parameters, for its first token."""
+def _first_token(prompt: Prompt, decides: bool) -> dict[str, Any]:
+    """The request's sampling parameters for prefill, which refuses what is wrong with them.
+
+    Unless prefill decides, the token may not end the answer; a grammar is compiled by decode only.
+    """
     sampling = {**prompt.sampling, "max_tokens": 1}
     if sampling.get("min_tokens"):
         sampling["min_tokens"] = 1
+    if not decides:
+        sampling |= {"ignore_eos": True, "stop": [], "stop_token_ids": []}
+        sampling.pop("structured_outputs", None)
     return sampling
 
 
@@ -298,7 +319,7 @@ def _openai_request(prompt: Prompt, handle: Mapping[str, Any]) -> dict[str, Any]
     }
     request.pop("max_completion_tokens", None)
     if prompt.stream:
-        request["stream_options"] = {"include_usage": True}
+        request["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     if prompt.items:
         salts = [prompt.body.get("cache_salt") or "", *(item.key for item in prompt.items)]
         request["cache_salt"] = hashlib.sha256("|".join(salts).encode()).hexdigest()
