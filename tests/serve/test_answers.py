@@ -9,7 +9,7 @@ import pytest
 from easerve.engines.fake import logprob
 from easerve.engines.protocol import Delta, Prompt, Route
 from easerve.serve.answers import Answer, ChatAnswer, CompletionAnswer
-from easerve.serve.driver import Job
+from easerve.serve.job import Job
 from easerve.serve.request import Asked
 from easerve.types import RequestId
 

@@ -14,9 +14,9 @@ from easerve.costs.linear import LinearCosts
 from easerve.engines import fake
 from easerve.engines.protocol import Delta, EncodeCall, EngineError, Prefilled, Prompt, Route
 from easerve.engines.vllm.client import GENERATE, MAX_MESSAGE, VllmEngine
-from easerve.serve import driver
-from easerve.serve.driver import Job, Outputs
+from easerve.serve import job as jobs
 from easerve.serve.errors import ApiError, ended
+from easerve.serve.job import Job, Outputs
 from easerve.types import Reason, RequestId, Stage, WorkerId
 
 from ..engines.stand_in import fails, stand_in, streams
@@ -322,7 +322,7 @@ held_or_not = pytest.mark.parametrize("asked", [{}, {"tools": [{"function": {"na
 
 @pytest.fixture
 def few_unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "MAX_UNREAD", UNREAD)
+    monkeypatch.setattr(jobs, "MAX_UNREAD", UNREAD)
 
 
 def submit(server: Server, stream: bool = True, num_choices: int = 1, **asked: Any) -> Job:
@@ -436,7 +436,7 @@ async def stalled(server: Server, monkeypatch: pytest.MonkeyPatch) -> Client:
             yield replace(delta, text=delta.text + "x" * (2 << 20))
 
     monkeypatch.setattr(engine, "decode", decode_much)
-    monkeypatch.setattr(driver, "MAX_UNREAD", 2)
+    monkeypatch.setattr(jobs, "MAX_UNREAD", 2)
     client = await server.connect(body(TEXT, stream=True))
     await until(lambda: engine.num_pieces)
     number = 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from easerve.engines.protocol import Delta
-from easerve.serve.driver import Job
+from easerve.serve.job import Job
 from easerve.serve.request import Asked
 
 

@@ -20,8 +20,9 @@ from easerve.config import Deployment
 from easerve.engines.protocol import Delta
 from easerve.serve import chat, completions
 from easerve.serve.answers import Answer, ChatAnswer, CompletionAnswer
-from easerve.serve.driver import Driver, Job, Outputs
+from easerve.serve.driver import Driver
 from easerve.serve.errors import ApiError, ended
+from easerve.serve.job import Job, Outputs
 from easerve.serve.request import Asked
 from easerve.types import Reason, RequestId
 

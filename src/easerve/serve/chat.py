@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from easerve.engines.protocol import Route
-from easerve.serve.driver import MediaPart
 from easerve.serve.errors import ApiError
+from easerve.serve.job import MediaPart
 from easerve.serve.request import FORWARDED, Asked, OpenAIRequest, asked, validate
 
 CHAT_FORWARDED = FORWARDED | {

@@ -8,8 +8,8 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from easerve.engines.protocol import Route
-from easerve.serve.driver import MediaPart
 from easerve.serve.errors import ApiError
+from easerve.serve.job import MediaPart
 
 MAX_CHOICES = 128  # of one request, over all its prompts
 # Engines compile a format for all their requests, one after the other.
