@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from easerve.cluster.supervisor import SHM_ROOT
+from easerve.config import MIB
 from easerve.engines.vllm import models
 from easerve.engines.vllm.memory import detect_gpu_bytes, gib
 
@@ -69,13 +70,13 @@ def _model(info: models.ModelInfo) -> Finding:
         return Finding("model", BAD, f"{info.architecture}, an unknown architecture", hint)
     sizes = (info.encoder_bytes, info.language_bytes)
     weights = ", ".join(
-        f"{name} {gib(size)}"
+        f"{name} {size / MIB:,.1f} MiB"
         for name, size in zip(("encoder", "language model"), sizes, strict=True)
         if size is not None
     )
     status = OK if info.capability.served else BAD
     found = f"{info.architecture}: {weights}" if weights else info.architecture
-    return Finding("model", status, found, info.capability.note)
+    return Finding("model", status, found, "" if status is OK else info.capability.note)
 
 
 def _capabilities(info: models.ModelInfo) -> Table:

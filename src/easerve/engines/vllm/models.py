@@ -27,10 +27,10 @@ class Capability(NamedTuple):
     note: str
 
 
-DENSE = "every placeholder token is an embedding: media go to encode only"
-SPARSE = "a placeholder has other tokens in it: media go to encode, and to prefill for their places"
-MROPE = "prefill and decode need each picture's grid (M-RoPE), which is not passed on yet"
-UNTRIED = "sparse placeholders; not compared with an aggregated engine yet"
+DENSE = "each placeholder token is an embedding"
+SPARSE = "a placeholder holds other tokens, too"
+MROPE = "M-RoPE: the grid of a picture is not passed on yet"
+UNTRIED = "sparse placeholders; not compared with a plain engine yet"
 # By architecture, and where it matters by the type of its vision tower. What is served was
 # compared with an aggregated engine, token by token (tests/real).
 CAPABILITIES: Mapping[str, Capability] = {
