@@ -289,6 +289,27 @@ async def test_a_whole_answer_whose_engine_dies_in_the_middle_is_another_ones(
     assert server.driver.timelines.popitem()[1].get("ttft", 0.0) >= 0
 
 
+async def test_an_engine_that_dies_after_its_last_piece_is_not_asked_again(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = Job.count
+
+    def count_and_lose(job: Job, leg: int, delta: Delta) -> None:
+        count(job, leg, delta)
+        if delta.finish_reason:
+            asyncio.get_running_loop().call_soon(server.lose, "d0")
+
+    monkeypatch.setattr(Job, "count", count_and_lose)
+    assert answer_of(await server.ask(PICTURE)) == ANSWER
+
+
+async def test_the_time_per_token_of_several_choices_is_that_of_each(server: Server) -> None:
+    await server.ask(TEXT, n=4)
+    await server.idle()
+    timeline = server.driver.timelines.popitem()[1]
+    assert timeline["tpot"] == (timeline["end"] - timeline["ttft"]) / 15
+
+
 async def test_a_whole_answer_that_always_breaks_in_the_middle_is_an_error(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -353,7 +374,7 @@ async def test_decode_waits_for_a_client_that_does_not_read(
         await held_at(server, UNREAD + number)
     rest = [piece async for piece in stream]
     assert len(rest) + 2 == server.engines["d0"].num_pieces
-    assert job.num_output_tokens == 16
+    assert sum(job.num_tokens.values()) == 16
 
 
 @pytest.mark.parametrize("token_ids", [(), (1,), (1, 2), tuple(range(UNREAD))], ids=len)

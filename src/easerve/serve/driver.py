@@ -396,6 +396,7 @@ class Driver:
             self._deliver(job, action.leg, delta)
         self._measure("decode", begin, job)
         self._post(ev.DecodeFinished(*leg))
+        self._flush()  # it is delivered: the loss of the engine must not come first
 
     async def _blame_format(
         self, job: Job, error: EngineError, decode_id: WorkerId, prefill_id: WorkerId
@@ -430,7 +431,7 @@ class Driver:
             self._stamp(job, "ttft")
 
     def _deliver(self, job: Job, leg: int, delta: Delta) -> None:
-        job.num_output_tokens += len(delta.token_ids)
+        job.count(leg, delta)
         job.outputs.put((job.first_choice + leg, delta))
 
     def _engine(self, worker_id: WorkerId) -> Engine:
@@ -454,10 +455,11 @@ class Driver:
 
     def _observe(self, job: Job, outcome: str) -> None:
         self.metrics.requests.labels(outcome).inc()
-        self.metrics.output_tokens.inc(job.num_output_tokens)
+        self.metrics.output_tokens.inc(sum(job.num_tokens.values()))
         if "ttft" in job.timeline:
             self.metrics.ttft.observe(job.timeline["ttft"])
-            if outcome == "completed" and job.num_output_tokens > 1:
+            longest = max(job.num_tokens.values(), default=0)
+            if outcome == "completed" and longest > 1:
                 after = job.timeline["end"] - job.timeline["ttft"]
-                job.timeline["tpot"] = after / (job.num_output_tokens - 1)
+                job.timeline["tpot"] = after / (longest - 1)
                 self.metrics.tpot.observe(job.timeline["tpot"])

@@ -96,5 +96,11 @@ class Job:
     withdrawn: bool = False
     received_ns: int = 0
     decoded_bytes: int = 0
-    num_output_tokens: int = 0
+    num_tokens: dict[int, int] = field(default_factory=dict)
+    """Of the answer so far, by leg."""
     timeline: dict[str, float] = field(default_factory=dict)
+
+    def count(self, leg: int, delta: Delta) -> None:
+        """A piece goes to the client. Its engine may have counted up to it."""
+        counted = self.num_tokens.get(leg, 0) + len(delta.token_ids)
+        self.num_tokens[leg] = (delta.usage or {}).get("completion_tokens", counted)
