@@ -347,6 +347,7 @@ async def test_the_one_model_is_listed(server: Server) -> None:
     content = (await server.client.get("/v1/models")).json()
     assert content["object"] == "list"
     assert [(model["id"], model["object"]) for model in content["data"]] == [(MODEL, "model")]
+    assert content["data"][0]["max_model_len"] is None  # the deployment says nothing of it
 
 
 async def metrics_of(server: Server) -> dict[str, float]:

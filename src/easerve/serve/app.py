@@ -72,7 +72,13 @@ def create_app(deployment: Deployment, driver: Driver) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        model = {"id": deployment.name, "object": "model", "created": 0, "owned_by": "easerve"}
+        model = {
+            "id": deployment.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "easerve",
+            "max_model_len": deployment.engine.max_model_len,  # None: as the model's folder says
+        }
         return {"object": "list", "data": [model]}
 
     @app.post("/v1/chat/completions", openapi_extra=_body_schema(chat.ChatRequest))
