@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PYTHON
 
-.PHONY: install demo test test-unit check fmt docs model accuracy clean
+.PHONY: install demo test test-unit check fmt docs model accuracy random-models clean
 
 install: .venv/cpu  ## the virtual environment with the CPU engines
 	@$(BIN)/easerve --version
@@ -47,6 +47,9 @@ model: .venv/cpu  ## train the tiny model anew, into build/tiny-llava
 
 accuracy: .venv/cpu  ## how often the tiny model is right
 	$(WITH_FIXES) $(BIN)/python -m scripts.tiny_llava.accuracy
+
+random-models: .venv/cpu  ## LLaVA-NeXT, Pixtral and Mistral 3 with random weights, into models/
+	$(WITH_FIXES) $(BIN)/python scripts/random_models.py next pixtral mistral3
 
 clean:  ## remove the virtual environment and caches
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
