@@ -83,10 +83,10 @@ def _capabilities(info: models.ModelInfo) -> Table:
     """Every architecture that is known; the model's own is marked."""
     table = Table("", "architecture", "served", "media go to", "why", title="Architectures")
     for name, capability in models.CAPABILITIES.items():
-        own = capability is info.capability and name.partition("/")[0] == info.architecture
         media = "encode, prefill" if capability.media_at_prefill else "encode"
         served = "[green]yes[/green]" if capability.served else "no"
-        table.add_row("▶" if own else "", name, served, media, capability.note)
+        mark = "▶" if capability is info.capability else ""
+        table.add_row(mark, name, served, media, capability.note)
     return table
 
 

@@ -112,6 +112,11 @@ class Delta:
     choice: Mapping[str, Any] | None = None
     usage: Mapping[str, Any] | None = None
 
+    def num_tokens(self, before: int) -> int:
+        """Tokens of the answer up to this piece, as its engine counts them or as they came."""
+        counted = before + len(self.token_ids)
+        return counted if self.usage is None else int(self.usage["completion_tokens"])
+
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:

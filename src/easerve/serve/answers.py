@@ -20,16 +20,17 @@ class Answer:
     created: int = field(default_factory=lambda: int(time.time()))
     _opened: set[int] = field(default_factory=set)
     _num_tokens: dict[int, int] = field(default_factory=dict)
-    _usages: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    _details: dict[int, Mapping[str, Any]] = field(default_factory=dict)
 
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
+    id_prefix: ClassVar[str]
 
     # To be said by each kind of answer ---------------------------------------------------------
 
-    def opening(self, choice: int) -> Iterator[dict[str, Any]]:
-        """The choices of chunks that come before the first piece of a choice."""
-        yield from ()
+    def opening(self) -> dict[str, Any] | None:
+        """The choice of a chunk that comes before the first piece of a choice."""
+        return None
 
     def piece(self, delta: Delta) -> dict[str, Any]:
         """A piece of text as a chunk's choice."""
@@ -39,13 +40,16 @@ class Answer:
         """All pieces of text of a choice."""
         raise NotImplementedError
 
+    def add_prompt(self, answer: dict[str, Any]) -> None:
+        """The prompt's tokens at their place in an answer, or in the first chunk of a choice."""
+        raise NotImplementedError
+
     # The same for all ---------------------------------------------------------------------------
 
     def chunks(self, choice: int, delta: Delta) -> Iterator[dict[str, Any]]:
         """The chunks that a piece makes; none when it says nothing to the client."""
-        if choice not in self._opened:
-            for opening in self.opening(choice):
-                yield self._chunk(choice, opening)
+        if choice not in self._opened and (opening := self.opening()) is not None:
+            yield self._chunk(choice, opening)
         self._count(choice, delta)
         if delta.choice is not None:
             content = dict(delta.choice)
@@ -73,34 +77,28 @@ class Answer:
             content = dict(deltas[-1].choice or self.joined(deltas))
             token_ids = [token for delta in deltas for token in delta.token_ids]
             choices.append({**self._with_token_ids(content, token_ids), "index": choice})
-        return {**self._head(self.kind), "choices": choices, "usage": self.usage()}
+        answer = {**self._head(self.kind), "choices": choices, "usage": self.usage()}
+        if self.asked.return_token_ids:
+            self.add_prompt(answer)
+        return answer
 
     def usage(self) -> dict[str, Any]:
         """Tokens of every prompt, and of every choice."""
         prompt = sum(len(job.prompt.token_ids) for job in self.jobs if job.prompt)
-        completion = sum(self._completion(choice) for choice in self._num_tokens)
-        return _usage(prompt, completion) | self._details()
+        usage = _usage(prompt, sum(self._num_tokens.values()))
+        if self._details:
+            reasoning = sum(details["reasoning_tokens"] for details in self._details.values())
+            usage["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+        return usage
 
-    def prompt_token_ids(self, choice: int) -> list[int]:
+    def prompt_token_ids(self, choice: int) -> Sequence[int]:
         prompt = self.jobs[choice // self.asked.num_choices].prompt
-        return list(prompt.token_ids) if prompt else []
-
-    def _completion(self, choice: int) -> int:
-        """Tokens of a choice so far, as its engine counts them, or as they were counted here."""
-        counted = self._num_tokens.get(choice, 0)
-        return int(self._usages.get(choice, {}).get("completion_tokens", counted))
-
-    def _details(self) -> dict[str, Any]:
-        details = [usage.get("completion_tokens_details") for usage in self._usages.values()]
-        reasoning = [each["reasoning_tokens"] for each in details if each]
-        if not reasoning:
-            return {}
-        return {"completion_tokens_details": {"reasoning_tokens": sum(reasoning)}}
+        return prompt.token_ids if prompt else ()
 
     def _count(self, choice: int, delta: Delta) -> None:
-        self._num_tokens[choice] = self._num_tokens.get(choice, 0) + len(delta.token_ids)
-        if delta.usage is not None:
-            self._usages[choice] = delta.usage
+        self._num_tokens[choice] = delta.num_tokens(self._num_tokens.get(choice, 0))
+        if details := (delta.usage or {}).get("completion_tokens_details"):
+            self._details[choice] = details
 
     def _says_something(self, content: Mapping[str, Any]) -> bool:
         """Engines also send chunks that only carry token ids, which are asked for to count."""
@@ -121,8 +119,12 @@ class Answer:
 
     def _chunk(self, choice: int, content: dict[str, Any]) -> dict[str, Any]:
         chunk = {**self._head(self.chunk_kind), "choices": [{**content, "index": choice}]}
+        if self.asked.return_token_ids and choice not in self._opened:
+            self.add_prompt(chunk)
+        self._opened.add(choice)
         if self.asked.continuous_usage:
-            chunk["usage"] = _usage(len(self.prompt_token_ids(choice)), self._completion(choice))
+            num_prompt = len(self.prompt_token_ids(choice))
+            chunk["usage"] = _usage(num_prompt, self._num_tokens.get(choice, 0))
         return chunk
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -137,10 +139,11 @@ class Answer:
 class ChatAnswer(Answer):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
+    id_prefix = "chatcmpl"
 
-    def opening(self, choice: int) -> Iterator[dict[str, Any]]:
+    def opening(self) -> dict[str, Any]:
         delta = {"role": "assistant", "content": ""}
-        yield {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}
+        return {"delta": delta, "logprobs": None, "finish_reason": None}
 
     def piece(self, delta: Delta) -> dict[str, Any]:
         return {"delta": {"content": delta.text}, **self._ending(delta, delta.logprobs)}
@@ -153,16 +156,8 @@ class ChatAnswer(Answer):
             **self._ending(deltas[-1], logprobs),
         }
 
-    def whole(self, pieces: Sequence[tuple[int, Delta]]) -> dict[str, Any]:
-        return super().whole(pieces) | self._prompt()
-
-    def _chunk(self, choice: int, content: dict[str, Any]) -> dict[str, Any]:
-        first = choice not in self._opened
-        self._opened.add(choice)
-        return super()._chunk(choice, content) | (self._prompt() if first else {})
-
-    def _prompt(self) -> dict[str, Any]:
-        return {"prompt_token_ids": self.prompt_token_ids(0)} if self.asked.return_token_ids else {}
+    def add_prompt(self, answer: dict[str, Any]) -> None:
+        answer["prompt_token_ids"] = list(self.prompt_token_ids(0))
 
     def _ending(self, delta: Delta, logprobs: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
         number, wanted = self.asked.num_top_logprobs, None
@@ -177,22 +172,7 @@ class ChatAnswer(Answer):
 
 class CompletionAnswer(Answer):
     kind = chunk_kind = "text_completion"
-
-    def whole(self, pieces: Sequence[tuple[int, Delta]]) -> dict[str, Any]:
-        answer = super().whole(pieces)
-        for choice in answer["choices"]:
-            choice |= self._prompt(choice["index"])
-        return answer
-
-    def _chunk(self, choice: int, content: dict[str, Any]) -> dict[str, Any]:
-        first = choice not in self._opened
-        self._opened.add(choice)
-        return super()._chunk(choice, content | (self._prompt(choice) if first else {}))
-
-    def _prompt(self, choice: int) -> dict[str, Any]:
-        if not self.asked.return_token_ids:
-            return {}
-        return {"prompt_token_ids": self.prompt_token_ids(choice)}
+    id_prefix = "cmpl"
 
     def piece(self, delta: Delta) -> dict[str, Any]:
         return self.joined([delta])
@@ -204,6 +184,10 @@ class CompletionAnswer(Answer):
             "finish_reason": deltas[-1].finish_reason,
             "stop_reason": deltas[-1].stop_reason,
         }
+
+    def add_prompt(self, answer: dict[str, Any]) -> None:
+        for choice in answer["choices"]:
+            choice["prompt_token_ids"] = list(self.prompt_token_ids(choice["index"]))
 
 
 def _usage(prompt: int, completion: int) -> dict[str, Any]:

@@ -88,13 +88,13 @@ def create_app(deployment: Deployment, driver: Driver) -> FastAPI:
         asked = chat.parse(
             content, deployment.name, limit, deployment.engine.reasoning_parser is not None
         )
-        return await _respond(request, driver, asked, num_bytes, "chatcmpl", ChatAnswer)
+        return await _respond(request, driver, asked, num_bytes, ChatAnswer)
 
     @app.post("/v1/completions", openapi_extra=_body_schema(completions.CompletionRequest))
     async def text_completions(request: Request) -> Response:
         content, num_bytes = await reader.read(request)
         asked = completions.parse(content, deployment.name)
-        return await _respond(request, driver, asked, num_bytes, "cmpl", CompletionAnswer)
+        return await _respond(request, driver, asked, num_bytes, CompletionAnswer)
 
     return app
 
@@ -180,15 +180,10 @@ def _jobs(asked: Asked, request_id: str, num_bytes: int) -> list[Job]:
 
 
 async def _respond(
-    request: Request,
-    driver: Driver,
-    asked: Asked,
-    num_bytes: int,
-    prefix: str,
-    kind: type[Answer],
+    request: Request, driver: Driver, asked: Asked, num_bytes: int, kind: type[Answer]
 ) -> Response:
     """The response, once there is something to say: the first piece, the whole, or an error."""
-    request_id = f"{prefix}-{uuid.uuid4().hex}"
+    request_id = f"{kind.id_prefix}-{uuid.uuid4().hex}"
     given = request.headers.get("x-request-id", "")
     headers = {"x-request-id": given if WELL_FORMED_ID.fullmatch(given) else request_id}
     jobs = _jobs(asked, request_id, num_bytes)

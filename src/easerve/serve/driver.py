@@ -386,7 +386,8 @@ class Driver:
                 await job.outputs.room()  # what is not read now is kept by the engine
         except EngineError as error:
             await self._failed(action.worker_id, job, error)
-            if error.status == 500 and not num_pieces:
+            constrained = "structured_outputs" in prompt.sampling
+            if error.status == 500 and constrained and not num_pieces:
                 error = await self._blame_format(job, error, action.worker_id, prefill_id)
             if not error.retryable and not num_pieces:
                 self._release(prompt, handle)
@@ -405,8 +406,6 @@ class Driver:
 
         So does the end of the prefill engine that the KV cache is pulled from.
         """
-        if job.prompt is None or "structured_outputs" not in job.prompt.sampling:
-            return error
         await self.probe(prefill_id)
         if not {decode_id, prefill_id} <= self._engines.keys():
             return error

@@ -101,6 +101,5 @@ class Job:
     timeline: dict[str, float] = field(default_factory=dict)
 
     def count(self, leg: int, delta: Delta) -> None:
-        """A piece goes to the client. Its engine may have counted up to it."""
-        counted = self.num_tokens.get(leg, 0) + len(delta.token_ids)
-        self.num_tokens[leg] = (delta.usage or {}).get("completion_tokens", counted)
+        """A piece goes to the client."""
+        self.num_tokens[leg] = delta.num_tokens(self.num_tokens.get(leg, 0))

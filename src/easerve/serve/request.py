@@ -17,6 +17,7 @@ FORMATS = ("response_format", "structured_outputs", "tools")
 MAX_FORMAT_BYTES = 128 << 10
 MAX_FORMAT_CHOICES = 1000
 MAX_SEED = (1 << 63) - 1
+UNION_MEMBERS = frozenset({"bool", "int", "str"})  # pydantic puts them into a field's path
 # Parameters that the engines validate and apply; passed on as they are.
 FORWARDED = frozenset(
     {
@@ -187,6 +188,3 @@ def field_error(error: ValidationError) -> ApiError:
         elif part not in UNION_MEMBERS and "[" not in part:
             path += f".{part}" if path else part
     return ApiError(400, f"{path}: {problem['msg']}"[:1000], path[:200] or None)
-
-
-UNION_MEMBERS = frozenset({"bool", "int", "str"})  # pydantic puts them into the path
