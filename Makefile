@@ -49,7 +49,7 @@ accuracy: .venv/cpu  ## how often the tiny model is right
 	$(WITH_FIXES) $(BIN)/python -m scripts.tiny_llava.accuracy
 
 random-models: .venv/cpu  ## LLaVA-NeXT, Pixtral and Mistral 3 with random weights, into models/
-	$(WITH_FIXES) $(BIN)/python scripts/random_models.py next pixtral mistral3
+	$(WITH_FIXES) $(BIN)/python -m scripts.random_models next pixtral mistral3
 
 clean:  ## remove the virtual environment and caches
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

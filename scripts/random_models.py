@@ -7,7 +7,7 @@ token ends each row of patches, so a picture's placeholder holds tokens that no 
 
 Tokenizer, chat template, text model and picture normalisation are those of ``models/tiny-llava``.
 The answers mean nothing, but they depend on the pictures. Where torchvision is built for another
-torch, run this with ``PYTHONPATH=src/easerve/engines/vllm/site``.
+torch, this needs ``PYTHONPATH=src/easerve/engines/vllm/site``.
 """
 
 import argparse
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import (
     AutoTokenizer,
     LlavaConfig,
@@ -34,6 +33,8 @@ from transformers.models.llava_next.image_processing_pil_llava_next import (
     LlavaNextImageProcessorPil,
 )
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+from scripts import checkpoint
 
 MODELS = Path(__file__).parents[1] / "models"
 SOURCE = MODELS / "tiny-llava"
@@ -185,19 +186,6 @@ def randomise(model: Any, special_ids: list[int], seed: int) -> None:
         model.lm_head.weight[special_ids] = 0
 
 
-def write(folder: Path, model: Any, processor: Any) -> None:
-    """Save in float16, a CLIP tower's weights under the names that both readers know."""
-    model.half().save_pretrained(folder)
-    processor.save_pretrained(folder)
-    if model.config.vision_config.model_type == "clip_vision_model":
-        path = folder / "model.safetensors"
-        weights = {
-            name.replace("vision_tower.", "vision_tower.vision_model."): weight
-            for name, weight in load_file(path).items()
-        }
-        save_file(weights, path, metadata={"format": "pt"})
-
-
 KINDS = {
     "next": ("tiny-llava-next", next_model),
     "pixtral": ("tiny-pixtral", pixtral_model),
@@ -214,7 +202,7 @@ def main() -> None:
     for name, make in (KINDS[kind] for kind in arguments.kinds):
         model, processor = make()
         randomise(model, list(processor.tokenizer.added_tokens_decoder), arguments.seed)
-        write(arguments.out / name, model, processor)
+        checkpoint.save(model, processor, arguments.out / name)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ expected one, word by word. The model runs here, or with ``--url`` behind a serv
 
 import argparse
 import asyncio
-import base64
-import io
 import json
 import random
 import sys
@@ -86,7 +84,7 @@ async def answers_of_a_server(url: str, model: str, asked: Sequence[Case]) -> li
 
         async def ask(picture: Image.Image, question: Question) -> str:
             content: list[dict[str, Any]] = [
-                {"type": "image_url", "image_url": {"url": data_url(picture)}},
+                {"type": "image_url", "image_url": {"url": shapes.data_url(picture)}},
                 {"type": "text", "text": question.text},
             ]
             body = {
@@ -102,12 +100,6 @@ async def answers_of_a_server(url: str, model: str, asked: Sequence[Case]) -> li
             return text.strip()
 
         return await asyncio.gather(*(ask(*case) for case in asked))
-
-
-def data_url(picture: Image.Image) -> str:
-    file = io.BytesIO()
-    picture.save(file, "PNG")
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def report(asked: Sequence[Case], answers: Sequence[str]) -> dict[str, Any]:

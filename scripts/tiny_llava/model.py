@@ -1,13 +1,11 @@
 """The model before training: tokenizer, picture processor, layers and their first values."""
 
-import copy
 import math
 import random
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.init import normal_, zeros_
 from transformers import (
@@ -150,29 +148,3 @@ def _sines() -> torch.Tensor:
     cells = torch.cartesian_prod(torch.arange(GRID), torch.arange(GRID))
     angles = cells[:, :, None] * waves  # [patch, row or column, wave]
     return torch.cat([angles.sin(), angles.cos()], -1).flatten(1)
-
-
-def save(model: Any, parts: Any, folder: Path) -> None:
-    """Write 16-bit weights under the names that vLLM knows, and what goes with them."""
-    half = copy.deepcopy(model).to(torch.float16)
-    half.save_pretrained(folder)  # the configuration
-    parts.save_pretrained(folder)
-    weights = {
-        _stored_name(name): value.contiguous()
-        for name, value in half.state_dict().items()
-        if name != "lm_head.weight"  # the embedding, used twice
-    }
-    file = folder / "model.safetensors"
-    save_file(weights, file, {"format": "pt"})
-    file.chmod(0o644)
-
-
-def _stored_name(name: str) -> str:
-    name = name.removeprefix("model.")
-    for part, stored in (
-        ("vision_tower.", "vision_tower.vision_model."),
-        ("language_model.", "language_model.model."),
-    ):
-        if name.startswith(part) and not name.startswith(stored):
-            name = stored + name.removeprefix(part)
-    return name

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from easerve.workload import shapes
 from easerve.workload.shapes import Question
+from scripts import checkpoint
 
 from . import data, model
 
@@ -230,7 +231,7 @@ def main() -> None:
     trainer.clock.say(f"{count} parameters, {len(trainer.words)} tokens")
     trainer.train_tower(options.tower_steps)
     trainer.train(options.steps)
-    model.save(trainer.llava, trainer.parts, options.folder)
+    checkpoint.save(trainer.llava, trainer.parts, options.folder)
     trainer.clock.say(f"written to {options.folder}; {trainer.validate(1000)}")
 
 

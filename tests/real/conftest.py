@@ -19,6 +19,8 @@ from easerve.engines.vllm.launch import SITE
 from ..processes import wait_until
 
 ROOT = Path(__file__).parents[2]
+# For processes with torch and transformers of their own.
+HUGGING_FACE = {"PYTHONPATH": str(SITE), "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1"}
 TOOLS = ("--tool-call-parser", "hermes", "--enable-auto-tool-choice")
 DEPLOYMENT = ROOT / "examples/tiny-llava.yaml"
 START_TIMEOUT_S = 120.0
@@ -135,8 +137,8 @@ def random_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     names = {"next": "tiny-llava-next", "pixtral": "tiny-pixtral", "mistral3": "tiny-mistral3"}
     subprocess.run(
-        [sys.executable, "scripts/random_models.py", *names, "--out", str(folder)],
-        env={"PYTHONPATH": str(SITE), "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1"},
+        [sys.executable, "-m", "scripts.random_models", *names, "--out", str(folder)],
+        env=HUGGING_FACE,
         cwd=ROOT,
         check=True,
         capture_output=True,

@@ -1,7 +1,5 @@
 """Messages with pictures, as clients send them."""
 
-import base64
-import io
 import random
 from typing import Any
 
@@ -11,10 +9,7 @@ from easerve.workload import shapes
 
 
 def picture_part(image: Image.Image) -> dict[str, Any]:
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-    return {"type": "image_url", "image_url": {"url": url}}
+    return {"type": "image_url", "image_url": {"url": shapes.data_url(image)}}
 
 
 def picture_of(seed: int, size: tuple[int, int] | None = None) -> dict[str, Any]:

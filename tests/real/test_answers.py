@@ -15,11 +15,10 @@ import httpx
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from easerve.engines.vllm.launch import SITE
 from easerve.workload import shapes
 
 from ..processes import wait_until
-from .conftest import ROOT, RealServer
+from .conftest import HUGGING_FACE, ROOT, RealServer
 from .requests import picture_part, text_part, user
 
 MODEL = "tiny-llava"
@@ -70,7 +69,7 @@ def golden(requests: list[list[dict[str, Any]]]) -> list[dict[str, list[int]]]:
     output = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("golden.py")), "models/tiny-llava", "24"],
         input="\n".join(json.dumps(messages) for messages in requests),
-        env={"PYTHONPATH": str(SITE), "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1"},
+        env=HUGGING_FACE,
         cwd=ROOT,
         capture_output=True,
         text=True,

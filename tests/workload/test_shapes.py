@@ -1,9 +1,12 @@
+import base64
+import io
 import itertools
 import math
 import random
 from collections.abc import Iterator
 
 import pytest
+from PIL import Image
 
 from easerve.workload.shapes import (
     COLOURS,
@@ -15,6 +18,7 @@ from easerve.workload.shapes import (
     Scene,
     Thing,
     ask,
+    data_url,
     draw,
     questions,
 )
@@ -159,3 +163,10 @@ def test_a_scene_gets_one_question_of_every_kind() -> None:
 @pytest.mark.parametrize(("kind", "colour"), [("circle", "red"), ("triangle", "blue")])
 def test_a_thing_reads_as_in_an_answer(kind: str, colour: str) -> None:
     assert str(Thing(kind, colour, 30, 30, 10)) == f"a {colour} {kind}"
+
+
+def test_a_picture_goes_into_a_url_and_comes_out_of_it() -> None:
+    picture = draw(random.Random(1)).picture
+    head, _, content = data_url(picture).partition(",")
+    assert head == "data:image/png;base64"
+    assert Image.open(io.BytesIO(base64.b64decode(content))).tobytes() == picture.tobytes()

@@ -1,8 +1,6 @@
 """``easerve demo``: a picture drawn just now, a question, an answer through E, P and D."""
 
 import asyncio
-import base64
-import io
 import json
 import math
 import random
@@ -131,11 +129,8 @@ async def _ask(
     running: Service, picture: Image.Image, question: str
 ) -> tuple[str, dict[str, float]]:
     """The answer over HTTP, streamed, and the stages' seconds."""
-    file = io.BytesIO()
-    picture.save(file, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
     content = [
-        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "image_url", "image_url": {"url": shapes.data_url(picture)}},
         {"type": "text", "text": question},
     ]
     body = {

@@ -5,6 +5,8 @@ shapes that do not touch. No two are level or in line, so left and right, top an
 never in doubt.
 """
 
+import base64
+import io
 import math
 import random
 from collections.abc import Iterable
@@ -70,6 +72,13 @@ class Question(NamedTuple):
     kind: str
     text: str
     answer: str
+
+
+def data_url(picture: Image.Image) -> str:
+    """The picture as clients send it: a PNG in a URL."""
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def draw(rng: random.Random) -> Scene:
