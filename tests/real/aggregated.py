@@ -27,8 +27,12 @@ ARGUMENTS = (
     *("--enforce-eager", "--distributed-executor-backend", EXECUTOR, "--max-num-seqs", "16"),
     *("--tool-call-parser", "hermes", "--enable-auto-tool-choice"),
 )
-# Darker pictures than the model's processor makes: an engine that ignores this answers otherwise.
-OF_A_MODEL = {"next": ("--mm-processor-kwargs", '{"image_mean": [0.0, 0.0, 0.0]}')}
+OF_A_MODEL = {
+    # Darker pictures than the model's processor makes: who ignores this answers otherwise.
+    "next": ("--mm-processor-kwargs", '{"image_mean": [0.0, 0.0, 0.0]}'),
+    # Every answer is parsed; this parser goes by words, which any tokenizer knows.
+    "mistral3": ("--reasoning-parser", "granite"),
+}
 
 
 async def main(folder: Path, models: dict[str, str]) -> None:

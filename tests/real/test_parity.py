@@ -343,3 +343,22 @@ def test_same_answer_of_other_architectures(
 ) -> None:
     with_ids = case._replace(body={"return_token_ids": True, **case.body})
     compare(pairs[model], with_ids, model)
+
+
+THOUGHT = "Here is my thought process: a bHere is my response: c d"
+
+
+@pytest.mark.parametrize("include_reasoning", [True, False])
+def test_reasoning_is_parted_from_the_answer(
+    pairs: dict[str, tuple[httpx.Client, httpx.Client]], include_reasoning: bool
+) -> None:
+    case = chat(
+        "reasoning",
+        structured_outputs={"choice": [THOUGHT]},
+        include_reasoning=include_reasoning,
+        max_tokens=80,
+    )
+    compare(pairs["mistral3"], case, "mistral3")
+    if not include_reasoning:  # vLLM leaves reasoning that is shown unconstrained
+        (choice,) = whole(pairs["mistral3"][1], case, "mistral3")["choices"]
+        assert choice["message"]["content"].strip() == "c d"
