@@ -1,8 +1,8 @@
 """Does the cost of a token grow with the length of the answer? Streams long answers and says.
 
 ``python scripts/chunk_cost.py --url URL --model tiny-llava`` against a server that was started with
-``--tool-call-parser hermes``. For each way that an answer's chunks are made: the time per token in
-the first and in the last quarter, and their ratio.
+``--tool-call-parser hermes --enable-auto-tool-choice``. For each way that an answer's chunks are
+made: the time per token in the first and in the last quarter, and their ratio.
 """
 
 import argparse
@@ -62,7 +62,10 @@ def main() -> None:
     asked = parser.parse_args()
     rows = {}
     for name, options in ROUTES.items():
-        seen = times(asked.url, asked.model, asked.tokens, options)
+        try:
+            seen = times(asked.url, asked.model, asked.tokens, options)
+        except httpx.HTTPError as error:
+            parser.error(f"{asked.url}: {error}")
         quarter = len(seen) // 4
         first = (seen[quarter] - seen[0]) / quarter
         last = (seen[-1] - seen[-1 - quarter]) / quarter

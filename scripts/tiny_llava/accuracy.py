@@ -143,10 +143,15 @@ def main() -> int:
     parser.add_argument("--pictures", type=int, default=PICTURES)
     parser.add_argument("--json", action="store_true", help="one object, with the misses")
     options = parser.parse_args()
+    if not options.url and not options.folder.is_dir():
+        parser.error(f"{options.folder}: no such folder")
     asked = cases(options.seed, options.pictures)
     start = time.monotonic()
     if options.url:
-        answers = asyncio.run(answers_of_a_server(options.url, options.model, asked))
+        try:
+            answers = asyncio.run(answers_of_a_server(options.url, options.model, asked))
+        except httpx.HTTPError as error:
+            parser.error(f"{options.url}: {error}")
     else:
         answers = answers_here(options.folder, asked)
     result = {

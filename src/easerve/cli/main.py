@@ -64,7 +64,7 @@ def serve(
     ] = None,
     tool_call_parser: Annotated[str | None, typer.Option(help="As vLLM's, e.g. hermes.")] = None,
     enable_auto_tool_choice: Annotated[
-        bool | None, typer.Option("--enable-auto-tool-choice", help="As vLLM's.")
+        bool | None, typer.Option("--enable-auto-tool-choice", help="As vLLM's; tools need it.")
     ] = None,
     reasoning_parser: Annotated[str | None, typer.Option(help="As vLLM's, e.g. qwen3.")] = None,
     limit_mm_per_prompt: Annotated[
