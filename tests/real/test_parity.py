@@ -1,7 +1,9 @@
 """Every parameter: one plain vLLM engine and E→P→D, on the same weights, give the same answer."""
 
 import json
+import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -193,18 +195,27 @@ ECHO = [completion("echo", echo=True), completion("echo of tokens", [50, 60], ec
 
 
 @pytest.fixture(scope="session")
-def pairs(
-    aggregated: dict[str, Path],
-    random_models: dict[str, Path],
-    server: RealServer,
-    start: Callable[..., RealServer],
-) -> Iterator[dict[str, tuple[httpx.Client, httpx.Client]]]:
-    """By the model: a client of the plain engine, and one of ours."""
+def ours(
+    random_models: dict[str, Path], start: Callable[..., RealServer]
+) -> Iterator[dict[str, RealServer]]:
+    """A server for each of the random models; they start together, and beside the plain engines."""
     options = ("--port", "0", "--dtype", "float32", "--max-model-len", "1024", *TOOLS)
-    ours = {
+    servers = {
         name: start(*options, "--served-model-name", name, *OF_A_MODEL.get(name, ()), source=model)
         for name, model in random_models.items()
     }
+    yield servers
+    for server in servers.values():
+        server.process.send_signal(signal.SIGINT)
+    for server in servers.values():
+        assert server.process.wait(60) == 0
+
+
+@pytest.fixture(scope="session")
+def pairs(
+    ours: dict[str, RealServer], aggregated: dict[str, Path], server: RealServer
+) -> Iterator[dict[str, tuple[httpx.Client, httpx.Client]]]:
+    """By the model: a client of the plain engine, and one of ours."""
     servers = {"llava": server} | {name: each.wait_ready() for name, each in ours.items()}
     clients = {
         name: (
@@ -221,8 +232,6 @@ def pairs(
     for pair in clients.values():
         for client in pair:
             client.close()
-    for each in ours.values():
-        assert each.stop() == 0
 
 
 def whole(client: httpx.Client, case: Case, model: str) -> dict[str, Any]:
@@ -300,11 +309,12 @@ def rounded(value: Any) -> Any:
 
 
 def compare(pair: tuple[httpx.Client, httpx.Client], case: Case, model: str) -> None:
-    plain, ours = pair
+    """Both are asked at once."""
     names = (model, "tiny-llava" if model == "llava" else model)
-    for ask in (whole, streamed):
-        expected = rounded(ask(plain, case, names[0]))
-        assert rounded(ask(ours, case, names[1])) == expected, ask.__name__
+    with ThreadPoolExecutor(2) as pool:
+        for ask in (whole, streamed):
+            expected, answer = map(rounded, pool.map(ask, pair, (case, case), names))
+            assert answer == expected, ask.__name__
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
