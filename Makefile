@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PYTHON
 
-.PHONY: install demo test test-unit check fmt docs model accuracy random-models clean
+.PHONY: install demo test test-unit check fmt docs docs-batching model accuracy random-models clean
 
 install: .venv/cpu  ## the virtual environment with the CPU engines
 	@$(BIN)/easerve --version
@@ -41,6 +41,11 @@ docs: .venv/dev  ## what is generated from the code
 
 # A torchvision that does not fit torch needs the fixes that the engines get.
 WITH_FIXES := PYTHONPATH=src/easerve/engines/vllm/site
+
+docs-batching: .venv/dev  ## docs/batching-tables.md: the batching rules in virtual time (minutes)
+	@mkdir -p build
+	$(BIN)/python -m scripts.batching_tables > build/batching-tables.md
+	mv build/batching-tables.md docs/batching-tables.md
 
 model: .venv/cpu  ## train the tiny model anew, into build/tiny-llava
 	$(WITH_FIXES) $(BIN)/python -m scripts.tiny_llava.train build/tiny-llava

@@ -5,7 +5,17 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from easerve.config import ConfigError, Deployment, build, merge, parse_topology, read_file
+from easerve.config import (
+    ConfigError,
+    Deployment,
+    Policy,
+    build,
+    explain,
+    merge,
+    parse_topology,
+    read_file,
+)
+from easerve.policy.batching import RULES
 
 EXAMPLE = Path(__file__).parents[1] / "examples/tiny-llava.yaml"
 CUDA = {"model": "m", "device": "cuda"}
@@ -60,7 +70,8 @@ def test_a_deployment_cannot_be_changed() -> None:
         ("model: 5", r"model: Input should be a valid string \(got 5\)"),
         ("{model: m, modle: n}", "modle: unknown key; did you mean 'model'?"),
         ("{model: m, encode: {replica: 2}}", "encode.replica: unknown key; did you mean 'repl"),
-        ("{model: m, policy: {zzz: 2}}", "policy.zzz: unknown key; known keys: when, remote_share"),
+        ("{model: m, policy: {zzz: 2}}", "policy.zzz: unknown key; known keys: when, order, max_b"),
+        ("{model: m, policy: {wehn: gap}}", "policy.wehn: unknown key; did you mean 'when'?"),
         ("{model: m, 1: 2}", "1: "),
         ("{model: m, server: {port: high}}", r"server.port: .*integer.*\(got 'high'\)"),
         ("{model: m, server: {port: 65536}}", "server.port: .*less than or equal to 65535"),
@@ -69,7 +80,28 @@ def test_a_deployment_cannot_be_changed() -> None:
         ("{model: m, decode: {kv_cache_memory: lots}}", "decode.kv_cache_memory: .*'lots'"),
         ("{model: m, prefill: {gpu_memory_utilization: 1.1}}", "prefill.gpu_memory_utilization: "),
         ("{model: m, policy: {remote_share: 0.5}}", "policy.remote_share: .*equal to 1.*got 0.5"),
-        ("{model: m, policy: {when: slack}}", r"policy.when: Input should be 'none' \(got 'slack"),
+        ("{model: m, policy: {when: never}}", r"policy.when: .*'gap' or 'slack' \(got 'never'\)"),
+        ("{model: m, policy: {order: lifo}}", r"policy.order: .*'deadline' \(got 'lifo'\)"),
+        ("{model: m, policy: {max_batch_items: 0}}", r"policy.max_batch_items: .*\(got 0\)"),
+        ("{model: m, policy: {max_batch_items: 1025}}", "policy.max_batch_items: .*equal to 1024"),
+        ("{model: m, policy: {timeout_s: 1.5}}", r"policy.timeout_s: .*equal to 1 \(got 1.5\)"),
+        ("{model: m, policy: {gap_k: -1}}", r"policy.gap_k: .*equal to 0 \(got -1\)"),
+        ("{model: m, policy: {encoder_value: x}}", r"policy.encoder_value: .*number.*\(got 'x'\)"),
+        ("{model: m, policy: {spread: some}}", r"policy.spread: .*boolean.*\(got 'some'\)"),
+        ("{model: m, policy: {run_ahead: 17}}", r"policy.run_ahead: .*equal to 16 \(got 17\)"),
+        ("{model: m, policy: {flow: 2}}", r"policy.flow: .*boolean.*\(got 2\)"),
+        ("{model: m, policy: {ttft_slo_s: 0}}", r"policy.ttft_slo_s: .*greater than 0 \(got 0\)"),
+        ("{model: m, policy: {ttft_slo_s: .inf}}", r"policy.ttft_slo_s: .*\(got inf\)"),
+        ("{model: m, policy: {tpot_slo_s: .nan}}", r"policy.tpot_slo_s: .*\(got nan\)"),
+        ("{model: m, policy: {prefill_ahead_s: 1e300}}", r"policy.prefill_ahead_s: .*equal to 1"),
+        ("{model: m, policy: {max_queue_s: }}", r"policy.max_queue_s: .*number \(got None\)"),
+        ("{model: m, policy: {timeout_s: .nan}}", r"policy.timeout_s: .*\(got nan\)"),
+        ("{model: m, limits: {request_timeout_s: .inf}}", "limits.request_timeout_s: .*got inf"),
+        ("{model: m, encode: {max_num_seqs: 0}}", r"encode.max_num_seqs: .*\(got 0\)"),
+        ("{model: m, encode: {max_num_seqs: }}", r"encode.max_num_seqs: .*\(got None\)"),
+        ("{model: m, encode: {max_num_batched_tokens: 0}}", "encode.max_num_batched_tokens: "),
+        ("{model: m, server: {admin_token: ''}}", "server.admin_token: .*at least 1"),
+        ("{model: m, server: {admin_token: 5}}", "server.admin_token: .*string"),
         ("{model: m, device: tpu}", r"device: Input should be 'cpu' or 'cuda' \(got 'tpu'\)"),
         ("{model: m, limits: {limit_mm_per_prompt: {image: -1}}}", "limit_mm_per_prompt.image: "),
         (
@@ -153,8 +185,33 @@ def test_cpu_engines_are_forked_unless_told_otherwise(
     assert build(content, "test").uses_fork_server is uses
 
 
-def test_an_api_key_is_not_shown() -> None:
-    assert "hunter2" not in repr(build({"model": "m", "server": {"api_key": "hunter2"}}, "test"))
+@pytest.mark.parametrize("key", ["api_key", "admin_token"])
+def test_a_secret_is_not_shown(key: str) -> None:
+    assert "hunter2" not in repr(build({"model": "m", "server": {key: "hunter2"}}, "test"))
+
+
+def test_a_policy_is_read(tmp_path: Path) -> None:
+    text = """
+model: m
+policy: {when: fixed, timeout_s: 0.02, order: deadline, ttft_slo_s: 2, tpot_slo_s: null}
+"""
+    policy = load(write(tmp_path, text)).policy
+    assert (policy.when, policy.timeout_s, policy.order) == ("fixed", 0.02, "deadline")
+    assert (policy.ttft_slo_s, policy.tpot_slo_s) == (2, None)
+    assert policy.max_batch_items == Policy().max_batch_items
+
+
+def test_every_rule_can_be_named() -> None:
+    named = [build({"model": "m", "policy": {"when": when}}, "test") for when in RULES]
+    assert [deployment.policy.when for deployment in named] == list(RULES)
+
+
+def test_what_is_wrong_in_a_section_is_named_within_it() -> None:
+    with pytest.raises(ValidationError) as error:
+        Policy.model_validate({"wehn": "gap", "gap_k": "x"})
+    first, second = explain(error.value, Policy)
+    assert first.startswith("gap_k: ")
+    assert second == "wehn: unknown key; did you mean 'when'?"
 
 
 @pytest.mark.parametrize(

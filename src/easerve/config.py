@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 Positive = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, le=1e9)]  # no inf: the core counts nanoseconds
 GPU_KEYS = frozenset({"devices", "gpu_memory_utilization", "tensor_parallel_size"})
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -41,6 +41,8 @@ class Server(Section):
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     api_key: Annotated[SecretStr, Field(min_length=1)] | None = None
+    admin_token: Annotated[SecretStr, Field(min_length=1)] | None = None
+    """Opens /admin to those who send it; None: there is no /admin."""
 
 
 class Engine(Section):
@@ -78,8 +80,9 @@ class StageSection(Section):
     devices: tuple[tuple[int, ...], ...] | None = None
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     kv_cache_memory: ByteSize | None = None
-    max_num_seqs: Positive | None = None
+    max_num_seqs: Positive = 256
     max_num_batched_tokens: Positive | None = None
+    """Of encode: what one batch may hold, 8192 if None; else vLLM's own default if None."""
     extra_args: tuple[str, ...] = ()
 
     @model_validator(mode="after")
@@ -98,9 +101,34 @@ class StageSection(Section):
 
 
 class Policy(Section):
-    """When, Where: the control policies, by name."""
+    """When, Where, and how much: the control policies. All can be changed while serving."""
 
-    when: Literal["none"] = "none"
+    when: Literal["none", "greedy", "fixed", "fill", "gap", "slack"] = "slack"
+    """The rule that closes an encode batch."""
+    order: Literal["fifo", "deadline"] = "fifo"
+    max_batch_items: Annotated[int, Field(ge=1, le=1024)] = 32
+    """Of one encoder call; its tokens are bounded by the engine's max_num_batched_tokens."""
+    timeout_s: Annotated[float, Field(ge=0, le=1)] = 0.05
+    """The window of rule fixed."""
+    gap_k: Annotated[float, Field(ge=0, le=100)] = 1.0
+    """How many mean gaps rules gap and slack wait for one more arrival."""
+    encoder_value: Annotated[float, Field(ge=0, le=100)] = 0.0
+    """Rule slack: what a second of a free encoder is worth, in seconds of a request's waiting."""
+    spread: bool = True
+    """A queue that does not fill a batch for each idle encoder is shared out among them."""
+    run_ahead: Annotated[int, Field(ge=0, le=16)] = 2
+    """So many full batches may be sent ahead to an encoder that still runs one."""
+    group_by_size: bool = False
+    """Only items of equal token counts share a call."""
+    ttft_slo_s: Seconds | None = None
+    tpot_slo_s: Seconds | None = None
+    """What is promised; None: nothing."""
+    flow: bool = True
+    """Encode holds back what would only wait for prefill or for a decode slot."""
+    prefill_ahead_s: Seconds = 1.0
+    """Work that prefill may have ahead of what is encoded."""
+    max_queue_s: Seconds = 30.0
+    """A request that would wait longer for Encode is refused (429)."""
     remote_share: Annotated[float, Field(ge=1, le=1)] = 1.0
     """The share of prefills that run on the remote pool; 1 is no offload."""
 
@@ -215,14 +243,19 @@ def build(content: Mapping[str, Any], source: str) -> Deployment:
     try:
         return Deployment.model_validate(content)
     except ValidationError as error:
-        lines = [f"{source}: {_explain(dict(issue))}" for issue in error.errors()]
+        lines = [f"{source}: {line}" for line in explain(error, Deployment)]
         raise ConfigError("\n".join(lines)) from None
 
 
-def _explain(issue: dict[str, Any]) -> str:
+def explain(error: ValidationError, section: type[Section]) -> list[str]:
+    """What is wrong with the content of a section, a line each, with the path of the key."""
+    return [_explain(dict(issue), section) for issue in error.errors()]
+
+
+def _explain(issue: dict[str, Any], section: type[Section]) -> str:
     path = ".".join(str(part) for part in issue["loc"])
     if issue["type"] == "extra_forbidden":
-        known = _keys_at(issue["loc"][:-1])
+        known = _keys_at(issue["loc"][:-1], section)
         close = difflib.get_close_matches(str(issue["loc"][-1]), known, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
         return f"{path}: unknown key; {hint}"
@@ -232,8 +265,7 @@ def _explain(issue: dict[str, Any]) -> str:
     return f"{path}: {message}{shown}" if path else message
 
 
-def _keys_at(path: tuple[Any, ...]) -> list[str]:
-    section: Any = Deployment
+def _keys_at(path: tuple[Any, ...], section: Any) -> list[str]:
     for part in path:
         section = section.model_fields[part].annotation
     return list(section.model_fields)

@@ -24,11 +24,11 @@ def test_the_installed_command_is_this_one() -> None:
 def test_help_names_every_command(easerve: Easerve, words: tuple[str, ...]) -> None:
     ended = easerve(*words)
     assert ended.code == (0 if words else 2)
-    for command in ("serve", "demo", "doctor"):
+    for command in ("serve", "demo", "doctor", "replay"):
         assert command in ended.out + ended.err
 
 
-@pytest.mark.parametrize("command", ["serve", "demo", "doctor"])
+@pytest.mark.parametrize("command", ["serve", "demo", "doctor", "replay"])
 def test_every_command_explains_itself(easerve: Easerve, command: str) -> None:
     ended = easerve(command, "--help")
     assert ended.code == 0

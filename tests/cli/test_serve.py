@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from easerve.cli import serve
-from easerve.config import Deployment
+from easerve.config import Deployment, Policy
 from easerve.engines.vllm import memory
 
 from .conftest import Easerve, Ended
@@ -19,7 +19,7 @@ def read(easerve: Easerve, monkeypatch: pytest.MonkeyPatch) -> Any:
     """``easerve serve`` up to the deployment that it would serve."""
     seen: list[Deployment] = []
 
-    def run(deployment: Deployment) -> int:
+    def run(deployment: Deployment, _: Path | None = None) -> int:
         seen.append(deployment)
         return 0
 
@@ -75,6 +75,8 @@ def test_a_bad_file_is_named_with_its_key(easerve: Easerve, tmp_path: Path) -> N
         (("--mm-processor-kwargs", "[1]"), "engine.mm_processor_kwargs: "),
         (("--enable-auto-tool-choice",), "enable_auto_tool_choice needs a tool_call_parser"),
         (("--port", "65536"), "command line: server.port: "),
+        (("--when", "never"), "policy.when: Input should be 'none', 'greedy', 'fixed', 'fill', "),
+        (("--admin-token", ""), "server.admin_token: "),
         (("--device", "tpu"), "device: Input should be 'cpu' or 'cuda'"),
         (("--gpu-memory-utilization", "2"), "encode.gpu_memory_utilization: "),
         (("--json",), "--json goes with --dry-run"),
@@ -122,6 +124,36 @@ def test_options_are_laid_over_the_file(read: Any, deployment: Path) -> None:
     assert made.server.api_key.get_secret_value() == "secret"
     assert (made.engine.dtype, made.engine.max_model_len) == ("float32", 512)
     assert made.limits.limit_mm_per_prompt.image == 3
+
+
+def test_the_rule_and_the_admins_token_are_options(read: Any, deployment: Path) -> None:
+    made = read(deployment, "--when", "gap", "--admin-token", "secret")
+    assert made.policy == Policy(when="gap")
+    assert made.server.admin_token.get_secret_value() == "secret"
+    assert made.server.api_key is None
+
+
+@pytest.mark.parametrize("words", [(), ("--decision-log", "a.log")])
+def test_a_decision_log_is_written_only_where_it_is_asked_for(
+    easerve: Easerve, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    seen: list[Path | None] = []
+
+    def run(_: Deployment, decision_log: Path | None) -> int:
+        seen.append(decision_log)
+        return 0
+
+    monkeypatch.setattr(serve, "run", run)
+    assert easerve("serve", "owner/name", *words).code == 0
+    assert seen == [Path("a.log") if words else None]
+
+
+def test_a_decision_log_that_cannot_be_written_is_named(
+    easerve: Easerve, model: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "nosuch" / "log"
+    ended = easerve("serve", model, "--port", "0", "--decision-log", path)
+    assert_refused(ended, f"decision log {path}: No such file or directory")
 
 
 TOOL_OPTIONS = (

@@ -965,6 +965,61 @@ async def test_an_engine_is_not_gone_because_we_have_no_file_left(
     assert await engine.health() is None
 
 
+# Limits ---------------------------------------------------------------------------------------
+
+
+def models(*max_model_lens: object) -> dict[str, Any]:
+    """As vLLM lists them."""
+    return {"object": "list", "data": [{"id": "m", "max_model_len": n} for n in max_model_lens]}
+
+
+@pytest.mark.parametrize(
+    ("bound", "max_model_len", "learned"),
+    [(8192, 2048, 2047), (8192, 100_000, 8192), (2048, 2049, 2048), (2048, 2048, 2047)],
+)
+async def test_a_call_to_an_encoder_is_no_longer_than_its_prompt_may_be(
+    server: StandIn, tmp_path: Path, bound: int, max_model_len: int, learned: int
+) -> None:
+    """A token has to fit beside it."""
+    engine = VllmEngine(WorkerId("e0"), Stage.ENCODE, server.socket, "m", max_batch_tokens=bound)
+    server.answer = replies(models(max_model_len))
+    assert await engine.learn_limits() == max_model_len
+    assert engine.max_batch_tokens == learned
+    assert server.requests == [("/v1/models", None)]
+    await engine.close()
+
+
+async def test_the_first_model_is_the_one_that_is_served(
+    server: StandIn, engine: VllmEngine
+) -> None:
+    """Others are adapters."""
+    server.answer = replies(models(512, None))
+    assert await engine.learn_limits() == 512
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["{", [], {}, {"data": []}, {"data": [{}]}, {"data": 5}, models(None), models("many")],
+    ids=str,
+)
+async def test_an_engine_that_does_not_say_its_limits_is_an_error_that_names_it(
+    server: StandIn, engine: VllmEngine, body: object
+) -> None:
+    before = engine.max_batch_tokens
+    server.answer = replies(body)
+    with pytest.raises(EngineError, match="e-0 does not say its max_model_len"):
+        await engine.learn_limits()
+    assert engine.max_batch_tokens == before
+
+
+async def test_an_engine_that_breaks_off_does_not_say_its_limits(
+    server: StandIn, engine: VllmEngine
+) -> None:
+    server.answer = breaks_off
+    with pytest.raises(EngineError, match="e-0"):
+        await engine.learn_limits()
+
+
 async def test_metrics_are_the_engines_text(server: StandIn, engine: VllmEngine) -> None:
     server.answer = replies("vllm:x 1\n")
     assert await engine.metrics() == "vllm:x 1\n"

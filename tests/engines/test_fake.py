@@ -1,5 +1,6 @@
 """The fake engines keep the rules that the server's tests rely on."""
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,15 @@ from typing import Any
 import pytest
 
 from easerve.engines.fake import Fabric, FakeEngine, words
-from easerve.engines.protocol import Delta, EmbeddingMissingError, EngineError, Prompt, Route
+from easerve.engines.protocol import (
+    Delta,
+    EmbeddingMissingError,
+    EncodeCall,
+    EngineError,
+    Media,
+    Prompt,
+    Route,
+)
 from easerve.types import Stage, WorkerId
 
 TOOLS = [{"type": "function", "function": {"name": "look"}}]
@@ -20,6 +29,11 @@ TEXT = {"messages": [{"role": "user", "content": "a b"}]}
 @pytest.fixture
 def fabric() -> Fabric:
     return Fabric()
+
+
+@pytest.fixture
+def encode(fabric: Fabric) -> FakeEngine:
+    return FakeEngine(WorkerId("e0"), Stage.ENCODE, fabric)
 
 
 @pytest.fixture
@@ -69,6 +83,49 @@ async def test_a_release_uses_the_handle(
         await decode.release(prompt, handle)
     with pytest.raises(EngineError, match="twice"):
         await pieces(decode, prompt, handle)
+
+
+def names(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()]
+
+
+def calls(folder: Path, *keys: str) -> list[EncodeCall]:
+    return [EncodeCall(Media(key, "image_url", "data:"), 1, folder) for key in keys]
+
+
+async def test_a_refused_picture_costs_its_whole_call(encode: FakeEngine, tmp_path: Path) -> None:
+    encode.refused = {"b"}
+    with pytest.raises(EngineError) as error:
+        await encode.encode(calls(tmp_path, "a", "b"))
+    assert error.value.status == 400
+    assert (names(tmp_path), encode.encoded.total()) == ([], 0)
+    await encode.encode(calls(tmp_path, "a"))
+    assert (encode.encoded, encode.encode_calls) == ({"a": 1}, [2, 1])
+    assert names(tmp_path) == ["a.json"]
+
+
+async def test_an_engine_dies_of_a_deadly_picture(encode: FakeEngine, tmp_path: Path) -> None:
+    encode.deadly = {"b"}
+    for keys in (("a", "b"), ("a",)):
+        with pytest.raises(EngineError, match="e0 is dead") as error:
+            await encode.encode(calls(tmp_path, *keys))
+        assert error.value.retryable
+    assert await encode.health() is False
+    assert names(tmp_path) == []
+
+
+async def test_a_failure_may_come_in_the_middle_of_a_call(
+    encode: FakeEngine, tmp_path: Path
+) -> None:
+    encode.permits["encode"] = asyncio.Semaphore(0)
+    task = asyncio.create_task(encode.encode(calls(tmp_path, "a")))
+    await asyncio.sleep(0)
+    assert encode.running
+    encode.failures["encode"].append(EngineError("no", 500))
+    encode.permits["encode"].release()
+    with pytest.raises(EngineError, match="no"):
+        await task
+    assert names(tmp_path) == []
 
 
 async def test_a_prompt_with_pictures_needs_their_embeddings(

@@ -165,14 +165,26 @@ def test_engines_may_be_put_on_one_gpu() -> None:
 
 
 def test_options_of_a_stage_go_to_its_engines_only() -> None:
-    decode = {"max_num_seqs": 7, "max_num_batched_tokens": 99, "kv_cache_memory": "1MiB"}
+    decode = {"max_num_seqs": 7, "max_num_batched_tokens": 999, "kv_cache_memory": "1MiB"}
     made = specs(decode=decode, engine={"max_model_len": 512, "dtype": "float32"})
     flags = ("--max-num-seqs", "--max-num-batched-tokens", "--kv-cache-memory-bytes")
-    assert [value(made["decode-0"], flag) for flag in flags] == ["7", "99", str(1 << 20)]
-    assert [value(made["prefill-0"], flag) for flag in flags] == [None, None, str(64 << 20)]
+    assert [value(made["decode-0"], flag) for flag in flags] == ["7", "999", str(1 << 20)]
+    assert [value(made["prefill-0"], flag) for flag in flags] == ["256", None, str(64 << 20)]
     for spec in made.values():
         assert value(spec, "--max-model-len") == "512"
         assert value(spec, "--dtype") == "float32"
+
+
+def test_an_encoder_takes_batches_of_so_many_tokens_and_requests(device: str) -> None:
+    """The core is told the same numbers, so they are always said."""
+    default = specs(device=device)
+    assert {value(spec, "--max-num-seqs") for spec in default.values()} == {"256"}
+    batched = "--max-num-batched-tokens"
+    assert value(default["encode-0"], batched) == str(launch.ENCODE_BATCH_TOKENS) == "8192"
+    assert value(default["prefill-0"], batched) is value(default["decode-0"], batched) is None
+    made = specs(device=device, encode={"max_num_batched_tokens": 4096, "max_num_seqs": 32})
+    flags = (batched, "--max-num-seqs")
+    assert [value(made["encode-0"], flag) for flag in flags] == ["4096", "32"]
 
 
 @pytest.mark.parametrize("trusted", [True, False])

@@ -1,57 +1,134 @@
 """A core, and short words for what a driver tells it. Worker ``e0`` encodes, ``p0`` prefills …"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+from easerve.config import Policy
 from easerve.costs.linear import LinearCosts
 from easerve.policy import events as ev
 from easerve.policy.admission import Admission
-from easerve.policy.batching import BatchingRule, Close, NoBatching, QueuedItem, Wait
 from easerve.policy.core import Core, Limits
-from easerve.types import BatchId, MediaItem, Modality, RequestId, Shape, Stage, WorkerId
+from easerve.policy.estimates import Estimates
+from easerve.policy.knobs import Knobs
+from easerve.policy.lifecycle import RequestState
+from easerve.policy.state import Request
+from easerve.serve.admin import knobs_of
+from easerve.types import NS_PER_S, BatchId, MediaItem, Modality, RequestId, Shape, Stage, WorkerId
 
 STAGES = {"e": Stage.ENCODE, "p": Stage.PREFILL, "d": Stage.DECODE}
 LIMITS = Limits(max_retries=2, request_timeout_ns=1000, worker_wait_ns=100)
 ADMISSION = Admission(max_requests=100, max_bytes=1000)
 NUM_PROMPT_TOKENS, MAX_NEW_TOKENS, NUM_ITEM_TOKENS = 100, 20, 30
 
-R, S = RequestId("r"), RequestId("s")
-E0, E1 = WorkerId("e0"), WorkerId("e1")
-P0, P1 = WorkerId("p0"), WorkerId("p1")
-D0, D1 = WorkerId("d0"), WorkerId("d1")
+DEFAULTS = knobs_of(Policy())
+NONE = replace(DEFAULTS, when="none")
+PAIRS = replace(DEFAULTS, when="fixed", timeout_s=50e-9, max_batch_items=2, run_ahead=0)
+"""Two items, or one that has waited for 50 ns."""
+
+FOREVER = Limits()
+MS = NS_PER_S // 1000
+GREEDY = replace(DEFAULTS, when="greedy", max_batch_items=4, spread=False, run_ahead=0)
+SLOW = LinearCosts(  # a call of a picture takes 330 ms, a prompt 100 ms
+    encode_base_s=0.3,
+    encode_token_s=0.001,
+    prefill_base_s=0.0,
+    prefill_token_s=0.001,
+    decode_token_s=0.02,
+)
+
+R, S, T = map(RequestId, "rst")
+E0, E1, E2 = map(WorkerId, ("e0", "e1", "e2"))
+P0, P1 = map(WorkerId, ("p0", "p1"))
+D0, D1 = map(WorkerId, ("d0", "d1"))
 B1, B2, B3, B4 = map(BatchId, range(1, 5))
 
 
-class Pairs:
-    """A waiting rule: two items for an idle encoder, or one that has waited for 50 ns."""
-
-    name = "pairs"
-    needs_idle = True
-    patience_ns = 50
-
-    def decide(self, queue: Sequence[QueuedItem], now_ns: int) -> Close | Wait:
-        since = [queued.since_ns for queued in queue]
-        assert since == sorted(since), "the queue is in order of arrival"
-        if len(queue) >= 2:
-            return Close(2, "full")
-        until_ns = since[0] + self.patience_ns
-        return Close(1, "timeout") if until_ns <= now_ns else Wait(until_ns)
+def joined(worker_id: WorkerId, **limits: int) -> ev.WorkerJoined:
+    return ev.WorkerJoined(worker_id, STAGES[worker_id[0]], **limits)
 
 
-def joined(worker_id: WorkerId) -> ev.WorkerJoined:
-    return ev.WorkerJoined(worker_id, STAGES[worker_id[0]])
+def picture(key: str, num_tokens: int = NUM_ITEM_TOKENS) -> MediaItem:
+    return MediaItem(key, Modality.IMAGE, num_tokens)
 
 
 def item(request_id: RequestId, index: int) -> MediaItem:
-    return MediaItem(f"{request_id}.{index}", Modality.IMAGE, NUM_ITEM_TOKENS)
+    return picture(f"{request_id}.{index}")
 
 
-def shape(request_id: RequestId, num_items: int) -> Shape:
-    items = tuple(item(request_id, index) for index in range(num_items))
+def shape_of(*items: MediaItem) -> Shape:
     return Shape(NUM_PROMPT_TOKENS, MAX_NEW_TOKENS, items)
 
 
+def shape(request_id: RequestId, num_items: int) -> Shape:
+    return shape_of(*(item(request_id, index) for index in range(num_items)))
+
+
+def request(
+    name: str, *items: MediaItem | str, received_ns: int = 0, num_choices: int = 1
+) -> Request:
+    """The record of a request that wants these items (or keys)."""
+    made = Request(
+        RequestId(name),
+        RequestState.PREPARING,
+        num_bytes=1,
+        num_choices=num_choices,
+        can_resume=False,
+        received_ns=received_ns,
+        deadline_ns=received_ns + LIMITS.request_timeout_ns,
+        retries_left=LIMITS.max_retries,
+        num_media=len(items),
+    )
+    made.shape = shape_of(*map(as_item, items))
+    return made
+
+
+def as_item(item: MediaItem | str) -> MediaItem:
+    return picture(item) if isinstance(item, str) else item
+
+
+def finished(number: int) -> ev.EncodeFinished:
+    return ev.EncodeFinished(BatchId(number))
+
+
+def for_good(number: int) -> ev.EncodeFailed:
+    return ev.EncodeFailed(BatchId(number), retryable=False)
+
+
 def encode_item(request_id: RequestId, index: int, destination: WorkerId = P0) -> ev.EncodeItem:
-    return ev.EncodeItem(request_id, index, item(request_id, index), destination)
+    return ev.EncodeItem(item(request_id, index), (ev.Waiter(request_id, index, destination),))
+
+
+@dataclass(frozen=True)
+class Because:
+    """Equal to every decision that was made for this reason."""
+
+    reason: str
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ev.Decision) and other.reason == self.reason
+
+
+def start_encode(
+    batch_id: int, worker_id: WorkerId, *items: ev.EncodeItem, reason: str = "pass-through"
+) -> ev.StartEncode:
+    """To compare with; of its decision only the reason counts."""
+    because: Any = Because(reason)
+    return ev.StartEncode(BatchId(batch_id), worker_id, items, because)
+
+
+def batches(actions: Sequence[ev.Action]) -> list[ev.StartEncode]:
+    return [action for action in actions if isinstance(action, ev.StartEncode)]
+
+
+def keys_of(batch: ev.StartEncode) -> str:
+    """The keys of a batch, one word each."""
+    return " ".join(entry.item.key for entry in batch.items)
+
+
+def sent(actions: Sequence[ev.Action]) -> list[tuple[WorkerId, str, str]]:
+    """Encoder, keys and reason of every batch that is started."""
+    return [(b.worker_id, keys_of(b), b.decision.reason) for b in batches(actions)]
 
 
 class Scenario:
@@ -59,21 +136,35 @@ class Scenario:
 
     def __init__(
         self,
-        *workers: WorkerId,
-        batching: BatchingRule | None = None,
+        *workers: WorkerId | ev.WorkerJoined,
+        knobs: Knobs = NONE,
         admission: Admission = ADMISSION,
         limits: Limits = LIMITS,
+        estimates: Estimates | None = None,
     ) -> None:
-        self.core = Core(batching or NoBatching(), admission, LinearCosts(), limits)
+        self.core = Core(knobs, admission, estimates or LinearCosts(), limits)
         self.now_ns = 0
-        self.tell(*map(joined, workers or (E0, P0, D0)))
+        engines = workers or (E0, P0, D0)
+        self.tell(
+            *(each if isinstance(each, ev.WorkerJoined) else joined(each) for each in engines)
+        )
 
     def tell(self, *events: ev.Event) -> list[ev.Action]:
         return self.core.step(events, self.now_ns)
 
+    @property
+    def deadline_ns(self) -> int:
+        deadline_ns = self.core.next_deadline()
+        assert deadline_ns is not None
+        return deadline_ns
+
     def wait(self, time_ns: int) -> list[ev.Action]:
         self.now_ns += time_ns
         return self.tell()
+
+    def tune(self, **changes: Any) -> list[ev.Action]:
+        """Change some of the knobs."""
+        return self.tell(ev.KnobsChanged(replace(self.core.knobs, **changes)))
 
     def receive(
         self,
@@ -102,6 +193,14 @@ class Scenario:
         self.receive(request_id, num_items, num_choices, can_resume)
         return self.prepare(request_id, num_items)
 
+    def ask(
+        self, name: str, *items: MediaItem | str, num_choices: int = 1
+    ) -> list[tuple[WorkerId, str, str]]:
+        """Receive and prepare a request for these items (or keys); the batches that it starts."""
+        request_id = RequestId(name)
+        self.receive(request_id, len(items), num_choices)
+        return sent(self.tell(ev.Prepared(request_id, shape_of(*map(as_item, items)))))
+
     def start_decode(
         self, num_items: int = 0, num_choices: int = 1, can_resume: bool = False
     ) -> list[ev.Action]:
@@ -112,3 +211,8 @@ class Scenario:
 
     def backlog(self) -> dict[WorkerId, int]:
         return {worker.worker_id: worker.backlog_tokens for worker in self.core.pool}
+
+
+def slow_scenario(*workers: WorkerId | ev.WorkerJoined, **knobs: Any) -> Scenario:
+    """Slow engines, a rule that never waits unless ``knobs`` says so, and no deadline near."""
+    return Scenario(*workers, knobs=replace(GREEDY, **knobs), limits=FOREVER, estimates=SLOW)

@@ -4,7 +4,7 @@ import pytest
 
 from easerve.policy import events as ev
 from easerve.policy.core import Limits
-from easerve.types import NS_PER_S, BatchId, Reason, Shape, Stage, WorkerId
+from easerve.types import NS_PER_S, Reason, Shape, Stage, WorkerId
 
 from .scenario import (
     B1,
@@ -23,6 +23,7 @@ from .scenario import (
     Scenario,
     encode_item,
     joined,
+    start_encode,
 )
 
 IDLE = {E0: 0, P0: 0, D0: 0}
@@ -44,8 +45,7 @@ def prefill(
 
 
 def encode(batch_id: int, worker_id: WorkerId, index: int, to: WorkerId = P0) -> ev.StartEncode:
-    item = encode_item(R, index, to)
-    return ev.StartEncode(BatchId(batch_id), worker_id, (item,), "pass-through")
+    return start_encode(batch_id, worker_id, encode_item(R, index, to))
 
 
 # All goes well ------------------------------------------------------------------------------------

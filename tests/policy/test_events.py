@@ -6,7 +6,7 @@ import pytest
 from easerve.policy import events as ev
 from easerve.types import Stage
 
-from .scenario import B1, B2, E0, P0, R, S, shape
+from .scenario import B1, B2, E0, NONE, P0, PAIRS, R, S, shape
 
 
 def order(*events: ev.Event) -> list[ev.Event]:
@@ -23,6 +23,8 @@ def test_every_kind_of_event_has_its_rank() -> None:
         ev.EncodeFinished(B1),
         ev.WorkerJoined(P0, Stage.PREFILL),
         ev.WorkerLost(P0),
+        ev.KnobsChanged(NONE),
+        ev.Draining(),
         ev.DecodeFailed(R, 0, 0, retryable=True),
         ev.PrefillFinished(R, 0, 0),
         ev.PrefillFailed(R, 0, 0, retryable=True),
@@ -67,6 +69,7 @@ def test_batches_go_by_number() -> None:
     "pair",
     [
         (ev.WorkerJoined(E0, Stage.ENCODE), ev.WorkerJoined(E0, Stage.PREFILL)),
+        (ev.KnobsChanged(NONE), ev.KnobsChanged(PAIRS)),
         (ev.EncodeFailed(B1, retryable=True), ev.EncodeFailed(B1, retryable=False)),
         (ev.PrefillFinished(R, 0, 0), ev.PrefillFinished(R, 0, 0, final=True)),
         (ev.PrepareFailed(R, retryable=True), ev.PrepareFailed(R)),

@@ -1,7 +1,7 @@
 import pytest
 
 from easerve.policy.pool import Pool, Worker
-from easerve.types import Stage
+from easerve.types import NS_PER_S, Stage
 
 from .scenario import D0, E0, P0, P1
 
@@ -9,13 +9,17 @@ from .scenario import D0, E0, P0, P1
 @pytest.fixture
 def pool() -> Pool:
     pool = Pool()
-    pool.join(P0, Stage.PREFILL)
-    pool.join(P1, Stage.PREFILL)
+    pool.join(Worker(P0, Stage.PREFILL))
+    pool.join(Worker(P1, Stage.PREFILL))
     return pool
 
 
-def test_backlog_is_the_sum_of_what_is_held() -> None:
-    worker = Worker(P0, Stage.PREFILL)
+@pytest.fixture
+def worker() -> Worker:
+    return Worker(P0, Stage.PREFILL)
+
+
+def test_backlog_is_the_sum_of_what_is_held(worker: Worker) -> None:
     worker.hold("a", 5)
     worker.hold("b", 3)
     worker.hold("a", 1)
@@ -23,6 +27,44 @@ def test_backlog_is_the_sum_of_what_is_held() -> None:
     worker.release("a")
     worker.release("unknown")
     assert (worker.work, worker.backlog_tokens) == ({"b": 3}, 3)
+
+
+def test_what_starts_is_held_and_what_is_only_held_does_not_run(worker: Worker) -> None:
+    worker.hold("on its way", 5)
+    worker.start("a", 3, now_ns=0)
+    assert worker.running == {"a": 3}
+    assert worker.backlog_tokens == 8
+    worker.start("on its way", 5, now_ns=0)
+    assert worker.running == {"a": 3, "on its way": 5}
+    assert worker.backlog_tokens == 8
+
+
+def test_work_took_as_long_as_it_ran_alone(worker: Worker) -> None:
+    worker.start("a", 1, now_ns=5 * NS_PER_S)
+    assert worker.finish("a", now_ns=7 * NS_PER_S) == 2
+    worker.start("b", 1, now_ns=20 * NS_PER_S)
+    assert worker.finish("b", now_ns=23 * NS_PER_S) == 3
+
+
+def test_work_behind_other_work_took_as_long_as_since_that_ended(worker: Worker) -> None:
+    worker.start("a", 1, now_ns=0)
+    worker.start("b", 1, now_ns=1 * NS_PER_S)
+    assert worker.finish("a", now_ns=4 * NS_PER_S) == 4
+    assert worker.finish("b", now_ns=6 * NS_PER_S) == 2
+    assert (worker.work, worker.running, worker.backlog_tokens) == ({}, {}, 0)
+
+
+def test_backlog_in_seconds_shrinks_as_the_first_piece_gets_on(worker: Worker) -> None:
+    assert worker.backlog_s(0.1, now_ns=NS_PER_S) == 0
+    worker.hold("on its way", 10)
+    assert worker.backlog_s(0.1, now_ns=NS_PER_S) == pytest.approx(1)
+    worker.start("a", 20, now_ns=NS_PER_S)
+    worker.start("b", 30, now_ns=NS_PER_S)
+    left_s = [worker.backlog_s(0.1, now_ns=later * NS_PER_S) for later in (1, 2, 3, 4, 9)]
+    assert left_s == pytest.approx([6, 5, 4, 4, 4])
+    worker.finish("a", now_ns=9 * NS_PER_S)
+    left_s = [worker.backlog_s(0.1, now_ns=later * NS_PER_S) for later in (9, 10)]
+    assert left_s == pytest.approx([4, 3])
 
 
 def test_a_lost_engine_is_forgotten_once(pool: Pool) -> None:
@@ -43,19 +85,20 @@ def test_an_engine_that_joins_again_holds_nothing(pool: Pool) -> None:
     held = pool.pick(Stage.PREFILL)
     assert held is not None
     held.hold("a", 1)
-    pool.join(P0, Stage.PREFILL)
+    pool.join(Worker(P0, Stage.PREFILL))
     assert [worker.work for worker in pool] == [{}, {}]
 
 
 def test_has_wants_an_engine_of_each_stage(pool: Pool) -> None:
     assert pool.has(Stage.PREFILL)
     assert not pool.has(Stage.PREFILL, Stage.DECODE)
-    pool.join(D0, Stage.DECODE)
+    pool.join(Worker(D0, Stage.DECODE))
     assert pool.has(Stage.PREFILL, Stage.DECODE)
+    assert [worker.worker_id for worker in pool.of(Stage.PREFILL)] == [P0, P1]
 
 
 def test_the_least_loaded_engine_of_the_stage_is_picked(pool: Pool) -> None:
-    pool.join(E0, Stage.ENCODE)
+    pool.join(Worker(E0, Stage.ENCODE))
     first = pool.pick(Stage.PREFILL)
     assert first is not None
     assert first.worker_id == P0
@@ -68,14 +111,15 @@ def test_the_least_loaded_engine_of_the_stage_is_picked(pool: Pool) -> None:
 def test_an_engine_that_holds_anything_is_not_idle(pool: Pool) -> None:
     for worker in pool:
         worker.hold("nothing to do yet", 0)
-    assert pool.pick(Stage.PREFILL) is not None
-    assert pool.pick(Stage.PREFILL, idle=True) is None
+    assert pool.pick(Stage.PREFILL, max_work=0) is None
+    assert pool.pick(Stage.PREFILL, max_work=1) is pool.get(P0)
+    assert pool.pick(Stage.PREFILL) is pool.get(P0)
 
 
 def test_a_stage_is_starved_from_when_its_last_engine_was_lost(pool: Pool) -> None:
     pool.note_starved_stages(10)
     assert pool.starved_since == {Stage.ENCODE: 10, Stage.DECODE: 10}
-    pool.join(E0, Stage.ENCODE)
+    pool.join(Worker(E0, Stage.ENCODE))
     pool.note_starved_stages(20)
     assert pool.starved_since == {Stage.DECODE: 10}
     pool.lose(E0)

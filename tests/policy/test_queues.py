@@ -1,31 +1,30 @@
-from easerve.policy.lifecycle import RequestState
 from easerve.policy.queues import Queues
-from easerve.policy.state import Request
-from easerve.types import RequestId, Stage
+from easerve.types import Stage
 
-from .scenario import shape
-
-
-def request(name: str, num_items: int) -> Request:
-    request_id = RequestId(name)
-    made = Request(request_id, RequestState.PREPARING, 1, 1, False, 0, 0, num_items > 0)
-    made.shape = shape(request_id, num_items)
-    return made
+from .scenario import request
 
 
 def test_each_stage_is_needed_by_those_that_wait_for_it() -> None:
     queues = Queues()
-    text, media = request("text", 0), request("media", 1)
-    items, legs = request("items", 2), request("legs", 0)
+    text, media, legs = request("text"), request("media", "a picture"), request("legs")
     queues.preparations = [text, media]
-    queues.add_items(items, 0)
     queues.add_legs(legs)
-    needing = {stage: sorted(set(queues.needing(stage))) for stage in Stage}
+    needing = {stage: sorted(r.request_id for r in queues.needing(stage)) for stage in Stage}
     assert needing == {
-        Stage.ENCODE: ["items", "media"],
-        Stage.PREFILL: ["items", "legs", "text"],
+        Stage.ENCODE: ["media"],
+        Stage.PREFILL: ["legs", "text"],
         Stage.DECODE: ["legs"],
     }
-    for each in (text, media, items, legs):
+    for each in (text, media, legs):
         queues.drop(each)
     assert not any(list(queues.needing(stage)) for stage in Stage)
+
+
+def test_legs_are_taken_in_the_order_of_their_requests() -> None:
+    queues = Queues()
+    first, second = request("first", num_choices=2), request("second")
+    queues.add_legs(first)
+    queues.add_legs(second)
+    taken = [(each.request_id, leg.index) for each, leg in queues.take_legs()]
+    assert taken == [("first", 0), ("first", 1), ("second", 0)]
+    assert queues.take_legs() == []

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 # For processes with torch and transformers of their own.
 HUGGING_FACE = {"PYTHONPATH": str(SITE), "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1"}
 TOOLS = ("--tool-call-parser", "hermes", "--enable-auto-tool-choice")
+ADMIN_TOKEN = "the-admins"
 DEPLOYMENT = ROOT / "examples/tiny-llava.yaml"
 START_TIMEOUT_S = 120.0
 
@@ -56,6 +57,7 @@ class RealServer:
     process: subprocess.Popen[bytes]
     runtime: Path
     output: Path
+    decision_log: Path | None = None
 
     @property
     def text(self) -> str:
@@ -126,9 +128,15 @@ def start() -> Iterator[Callable[..., RealServer]]:
 
 
 @pytest.fixture(scope="session")
-def server(start: Callable[..., RealServer]) -> RealServer:
+def server(
+    start: Callable[..., RealServer], tmp_path_factory: pytest.TempPathFactory
+) -> RealServer:
     """One server for all tests that leave it as it was."""
-    return start("--port", "0", *TOOLS).wait_ready()
+    log = tmp_path_factory.mktemp("log") / "decisions.jsonl"
+    options = ("--admin-token", ADMIN_TOKEN, "--decision-log", str(log))
+    started = start("--port", "0", *TOOLS, *options)
+    started.decision_log = log
+    return started.wait_ready()
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""The README's clients, as they stand there, against a server that was started as it says."""
+"""The documents' clients, as they stand there, against a server that was started as they say."""
 
 import json
 import re
@@ -8,23 +8,24 @@ from collections.abc import Iterator
 
 import pytest
 
-from .conftest import ROOT, RealServer
+from .conftest import ADMIN_TOKEN, ROOT, RealServer
 
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def examples() -> Iterator[tuple[str, str]]:
     """Language and text of each block that talks to the server."""
-    for language, text in BLOCK.findall((ROOT / "README.md").read_text()):
-        if "127.0.0.1:8000" in text and "bench" not in text:
-            yield language, text
+    for name in ("README.md", "docs/api.md", "docs/batching.md"):
+        for language, text in BLOCK.findall((ROOT / name).read_text()):
+            if "127.0.0.1:8000" in text and "bench" not in text:
+                yield language, text
 
 
 EXAMPLES = list(examples())
 
 
 def run(language: str, text: str, server: RealServer) -> str:
-    text = text.replace("http://127.0.0.1:8000", server.url)
+    text = text.replace("http://127.0.0.1:8000", server.url).replace("TOKEN", ADMIN_TOKEN)
     command = [sys.executable, "-c", text] if language == "python" else ["bash", "-c", text]
     output = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
@@ -34,14 +35,17 @@ def run(language: str, text: str, server: RealServer) -> str:
 
 
 def test_there_are_examples() -> None:
-    assert [language for language, _ in EXAMPLES] == ["", "python", ""]
+    assert [language for language, _ in EXAMPLES] == ["", "python", "", ""]
 
 
-@pytest.mark.parametrize(("language", "text"), EXAMPLES, ids=["picture", "sdk", "tools"])
+@pytest.mark.parametrize(("language", "text"), EXAMPLES, ids=["picture", "sdk", "tools", "knobs"])
 def test_an_example_works(server: RealServer, language: str, text: str) -> None:
     said = run(language, text, server)
     if language == "python":
         assert said.strip()
+        return
+    if "knobs" in text:
+        assert json.loads(said)["when"] == "gap"
         return
     choice = json.loads(said)["choices"][0]
     if "tools" in text:

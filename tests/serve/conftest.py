@@ -10,13 +10,14 @@ import pytest
 from easerve.config import Deployment
 from easerve.costs.linear import LinearCosts
 from easerve.engines.fake import INSTANT
+from easerve.serve.decisions import StepLog
 from easerve.serve.preparation import PreparationPool
 
 from .server import MODEL, ONE_OF_EACH, Server
 
 
 class Serve(Protocol):
-    """Starts a server. ``limits``, ``server`` and ``engine`` are sections of the deployment."""
+    """Starts a server. ``limits``, ``server``, ``engine`` and ``policy``: of the deployment."""
 
     async def __call__(
         self,
@@ -26,6 +27,8 @@ class Serve(Protocol):
         costs: LinearCosts = INSTANT,
         preparation: PreparationPool | None = None,
         engine: dict[str, Any] | None = None,
+        policy: dict[str, Any] | None = None,
+        log: StepLog | None = None,
     ) -> Server: ...
 
 
@@ -42,13 +45,15 @@ async def serve(
             costs: LinearCosts = INSTANT,
             preparation: PreparationPool | None = None,
             engine: dict[str, Any] | None = None,
+            policy: dict[str, Any] | None = None,
+            log: StepLog | None = None,
         ) -> Server:
-            sections = {"limits": limits, "server": server, "engine": engine}
+            sections = {"limits": limits, "server": server, "engine": engine, "policy": policy}
             deployment = Deployment.model_validate(
                 {"model": MODEL, **{name: each or {} for name, each in sections.items()}}
             )
             folder = tmp_path_factory.mktemp("ec")
-            started = Server(folder, deployment, engines, costs, preparation)
+            started = Server(folder, deployment, engines, costs, preparation, log)
             await started.start()
             stack.push_async_callback(started.stop)
             stack.push_async_callback(started.idle)

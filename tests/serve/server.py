@@ -14,13 +14,16 @@ from typing import Any
 import httpx
 import uvicorn
 from PIL import Image
+from prometheus_client.parser import text_string_to_metric_families
 
-from easerve.cli.deploy import listen, make_core
+from easerve.cli.deploy import listen, recipe
 from easerve.config import Deployment
 from easerve.costs.linear import LinearCosts
 from easerve.engines.fake import INSTANT, Fabric, FakeEngine, words
 from easerve.policy.core import Core
+from easerve.policy.lifecycle import RequestState
 from easerve.serve.app import create_app
+from easerve.serve.decisions import StepLog
 from easerve.serve.driver import Driver
 from easerve.serve.media import Picture, prepare
 from easerve.serve.metrics import Metrics
@@ -70,6 +73,11 @@ def text_part(text: str) -> dict[str, Any]:
 
 def image_part(url: str, **more: Any) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}, **more}
+
+
+def pictures(number: int) -> list[str]:
+    """So many pictures, no two alike."""
+    return [picture(f"#{index + 1:06x}") for index in range(number)]
 
 
 def ask_about(text: str, *urls: str) -> list[dict[str, Any]]:
@@ -168,7 +176,7 @@ class InlinePreparation(PreparationPool):
     """Decodes in this process: tests start no workers but to test the workers."""
 
     async def prepare(self, url: str) -> Picture:
-        return prepare(url, self._max_pixels)
+        return prepare(url, self._max_pixels, self._options)
 
 
 class Uvicorn(uvicorn.Server):
@@ -202,13 +210,14 @@ class Server:
         engines: Sequence[str] = ONE_OF_EACH,
         costs: LinearCosts = INSTANT,
         preparation: PreparationPool | None = None,
+        log: StepLog | None = None,
     ) -> None:
         self.folder, self._costs = folder, costs
-        self.core: Core = make_core(deployment)
+        self.core: Core = recipe(deployment).make_core()
         limits = deployment.limits
         inline = InlinePreparation(limits.preparation_workers, limits.max_image_pixels)
         self.driver = Driver(
-            self.core, preparation or inline, folder, Metrics(), int(limits.max_decoded)
+            self.core, preparation or inline, folder, Metrics(), int(limits.max_decoded), log
         )
         self.fabric = Fabric()
         self.engines: dict[str, FakeEngine] = {}
@@ -231,8 +240,9 @@ class Server:
 
     # Engines ----------------------------------------------------------------------------------
 
-    def add(self, name: str) -> FakeEngine:
-        engine = FakeEngine(WorkerId(name), STAGES[name[0]], self.fabric, self._costs)
+    def add(self, name: str, **bounds: int) -> FakeEngine:
+        """``bounds``: num_slots, max_batch_tokens."""
+        engine = FakeEngine(WorkerId(name), STAGES[name[0]], self.fabric, self._costs, **bounds)
         self.engines[name] = engine
         self.driver.add_engine(engine)
         return engine
@@ -256,6 +266,23 @@ class Server:
 
     def num_calls(self, call: str) -> int:
         return sum(engine.calls[call] for engine in self.engines.values())
+
+    @property
+    def encode_calls(self) -> list[int]:
+        """Items of each call to the encoders, one encoder after the other."""
+        return [number for engine in self.engines.values() for number in engine.encode_calls]
+
+    @property
+    def num_preparing(self) -> int:
+        return self._num_in(RequestState.PREPARING)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for embeddings, whether their pictures are being encoded or not."""
+        return self._num_in(RequestState.ENCODING)
+
+    def _num_in(self, state: RequestState) -> int:
+        return sum(request.state is state for request in self.core._requests.values())
 
     async def working(self, call: str) -> str:
         """Wait until an engine works on a call of this kind; its name."""
@@ -320,6 +347,13 @@ class Server:
             "backlog": sum(worker.backlog_tokens for worker in self.core.pool),
             "jobs": len(self.driver._jobs),
             "batches": len(self.driver._batches),
+            "wanted": len(self.driver._wanting),
+            "files": len(self.driver._files),
+            "decoded": self.driver._decoded_bytes,
+            "items": len(self.core._encoding._entries),
+            "holders": len(self.core._encoding._holders),
+            "at the gate": len(self.core._gate._waiting),
+            "past the gate": self.core._gate.num_passed,
             "tasks": sum(map(len, self.driver._calls.values())),
             "rendering": sum(self.driver._rendering.values()),
             "running": sum(engine.running for engine in self.engines.values()),
@@ -335,6 +369,17 @@ class Server:
             await asyncio.sleep(POLL_S)
         assert self.core.next_deadline() is None
         assert max(self.fabric.uses.values(), default=0) <= 1, "a KV handle is used once"
+
+
+async def metrics_of(server: Server) -> dict[str, float]:
+    """Every sample of /metrics, by name and labels."""
+    response = await server.client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    return {
+        " ".join([sample.name, *sample.labels.values()]): sample.value
+        for family in text_string_to_metric_families(response.text)
+        for sample in family.samples
+    }
 
 
 @dataclass(slots=True)

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import Message
 
 from easerve.serve.app import EventStream
@@ -23,6 +22,7 @@ from .server import (
     ask_about,
     body,
     error_of,
+    metrics_of,
     picture,
     until,
 )
@@ -348,17 +348,6 @@ async def test_the_one_model_is_listed(server: Server) -> None:
     assert content["object"] == "list"
     assert [(model["id"], model["object"]) for model in content["data"]] == [(MODEL, "model")]
     assert content["data"][0]["max_model_len"] is None  # the deployment says nothing of it
-
-
-async def metrics_of(server: Server) -> dict[str, float]:
-    """Every sample of /metrics, by name and labels."""
-    response = await server.client.get("/metrics")
-    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
-    return {
-        " ".join([sample.name, *sample.labels.values()]): sample.value
-        for family in text_string_to_metric_families(response.text)
-        for sample in family.samples
-    }
 
 
 async def test_metrics_count_what_happened(server: Server) -> None:

@@ -64,7 +64,7 @@ async def test_pictures_of_several_turns_are_in_the_order_of_the_conversation(
 
 async def test_media_go_to_the_encoder_as_the_router_wrote_them(server: Server) -> None:
     assert answer_of(await server.ask(ask_about("which?", RED, GREEN))) != answer("which?")
-    assert server.engines["e0"].encode_calls == [1, 1]
+    assert server.engines["e0"].encode_calls == [2]
     assert server.engines["e0"].calls["render"] == 1
     assert server.engines["p0"].calls["render"] == 0
 

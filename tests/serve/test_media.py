@@ -97,6 +97,12 @@ async def test_a_long_scheme_is_not_sent_back(server: Server) -> None:
     assert len(error["message"]) < 1000
 
 
+def test_what_else_changes_the_embedding_changes_the_key_and_not_the_picture() -> None:
+    made = [prepare(RED, MAX_PIXELS, options) for options in ("", "model|a|", "model|b|")]
+    assert len({picture.key for picture in made}) == 3
+    assert len({picture.url for picture in made}) == 1
+
+
 @pytest.mark.parametrize("url", GOOD.values(), ids=GOOD)
 def test_every_form_of_a_data_url_has_the_same_key(url: str) -> None:
     assert key(url) == key(RED)

@@ -74,6 +74,13 @@ async def test_a_worker_does_what_the_decoder_does(pool: PreparationPool) -> Non
     assert len(pool._all) == 1
 
 
+async def test_a_worker_is_told_what_else_changes_the_embedding() -> None:
+    pool = PreparationPool(1, MAX_PIXELS, "model|options|")
+    assert await pool.prepare(RED) == prepare(RED, MAX_PIXELS, "model|options|")
+    assert (await pool.prepare(RED)).key != prepare(RED, MAX_PIXELS).key
+    await pool.close()
+
+
 async def test_more_pictures_than_workers_wait_for_their_turn() -> None:
     pool = PreparationPool(2, MAX_PIXELS)
     urls = [picture(color) for color in ("red", "green", "blue", "black", "white")] * 4

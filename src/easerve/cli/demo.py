@@ -38,6 +38,7 @@ KV_TRANSFER = re.compile(r"^vllm:nixl_xfer_time_seconds_sum(?:\{.*\})? (\S+)$", 
 PREVIEW_COLUMNS = 30
 TIMELINE = {
     "prepare": "check the picture, render the prompt",
+    "encode_wait": "waiting for an encode batch",
     "encode": "picture to embeddings (E)",
     "transfer": "embeddings read by P",
     "prefill": "prompt to KV cache, first token (P)",

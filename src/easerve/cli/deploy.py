@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import resource
 import signal
@@ -20,13 +21,14 @@ from easerve.engines.vllm import launch, memory, models
 from easerve.engines.vllm.client import VllmEngine
 from easerve.engines.vllm.launch import EngineSpec
 from easerve.policy.admission import Admission
-from easerve.policy.batching import RULES
-from easerve.policy.core import Core, Limits
+from easerve.policy.core import Limits
+from easerve.serve.admin import knobs_of
 from easerve.serve.app import create_app
+from easerve.serve.decisions import Header, StepLog
 from easerve.serve.driver import Driver
 from easerve.serve.metrics import Metrics
 from easerve.serve.preparation import PreparationPool
-from easerve.types import NS_PER_S, WorkerId
+from easerve.types import NS_PER_S, Stage, WorkerId
 
 NVIDIA_DRIVER = Path("/dev/nvidiactl")
 KEEP_ALIVE_S = 75
@@ -45,18 +47,18 @@ def check(deployment: Deployment) -> models.ModelInfo:
     return info
 
 
-def make_core(deployment: Deployment) -> Core:
-    """The control core that a deployment asks for."""
+def recipe(deployment: Deployment) -> Header:
+    """What the control core of a deployment is made of."""
     limits = deployment.limits
-    return Core(
-        RULES[deployment.policy.when](),
+    return Header(
+        knobs_of(deployment.policy),
         Admission(limits.max_requests, int(limits.max_held)),
-        LinearCosts(),
         Limits(
             limits.max_retries,
             int(limits.request_timeout_s * NS_PER_S),
             int(limits.worker_wait_s * NS_PER_S),
         ),
+        LinearCosts(),
     )
 
 
@@ -100,6 +102,7 @@ async def service(
     deployment: Deployment,
     progress: Callable[[str, str], None],
     on_exit: Callable[[WorkerId, int], None],
+    log: StepLog | None = None,
 ) -> AsyncIterator[Service]:
     """The server answers at once (/ready: 503); the body runs when every engine is ready.
 
@@ -108,13 +111,13 @@ async def service(
     info = check(deployment)
     listener = listen(deployment.server.host, deployment.server.port)
     folders = make_folders()
-    driver = _make_driver(deployment, folders)
 
     def lost(worker_id: WorkerId, code: int) -> None:
         driver.lose_engine(worker_id)
         on_exit(worker_id, code)
 
     try:
+        driver = _make_driver(deployment, folders, log)
         cluster = _make_cluster(deployment, folders, info, lost)
     except ConfigError:
         folders.remove()
@@ -134,7 +137,13 @@ async def service(
     serving = asyncio.create_task(server.serve([listener]))
     engines = {
         spec.worker_id: VllmEngine(
-            spec.worker_id, spec.stage, spec.socket, deployment.name, info.media_at_prefill
+            spec.worker_id,
+            spec.stage,
+            spec.socket,
+            deployment.name,
+            info.media_at_prefill,
+            launch.section_of(deployment, spec.stage).max_num_seqs,
+            deployment.encode.max_num_batched_tokens or launch.ENCODE_BATCH_TOKENS,
         )
         for spec in cluster.specs
     }
@@ -147,6 +156,8 @@ async def service(
         if info.architecture is None:
             models.inspect(deployment.model)  # the engines have downloaded it
         for engine in engines.values():
+            if engine.stage is Stage.ENCODE:
+                await engine.learn_limits()
             driver.add_engine(engine)
         watching = asyncio.create_task(_watch(driver))
         host, port = listener.getsockname()[:2]
@@ -155,6 +166,7 @@ async def service(
     finally:
         if watching is not None:
             watching.cancel()
+        driver.drain()
         server.should_exit = True
         await serving
         await driver.close()
@@ -177,13 +189,22 @@ def raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
 
 
-def _make_driver(deployment: Deployment, folders: Folders) -> Driver:
+def embedding_options(deployment: Deployment) -> str:
+    """Everything besides its pixels that changes a picture's embedding."""
+    engine = deployment.engine
+    processor = json.dumps(engine.mm_processor_kwargs, sort_keys=True)
+    return f"{deployment.model}|{engine.dtype}|{processor}|"
+
+
+def _make_driver(deployment: Deployment, folders: Folders, log: StepLog | None) -> Driver:
     limits = deployment.limits
-    preparation = PreparationPool(limits.preparation_workers, limits.max_image_pixels)
+    preparation = PreparationPool(
+        limits.preparation_workers, limits.max_image_pixels, embedding_options(deployment)
+    )
     embeddings = folders.shm / "ec"
     embeddings.mkdir()
-    core = make_core(deployment)
-    return Driver(core, preparation, embeddings, Metrics(), int(limits.max_decoded))
+    core = recipe(deployment).make_core()
+    return Driver(core, preparation, embeddings, Metrics(), int(limits.max_decoded), log)
 
 
 def _make_cluster(

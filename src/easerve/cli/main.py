@@ -50,6 +50,9 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one.")] = None,
     served_model_name: Annotated[str | None, typer.Option(help="The name clients use.")] = None,
     api_key: Annotated[str | None, typer.Option(help="Key that clients must send.")] = None,
+    admin_token: Annotated[
+        str | None, typer.Option(help="Opens /admin to those who send it.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
     dtype: Annotated[str | None, typer.Option(help="As vLLM's.")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="As vLLM's.")] = None,
@@ -73,6 +76,13 @@ def serve(
     mm_processor_kwargs: Annotated[
         str | None, typer.Option(help="As vLLM's, e.g. '{\"max_pixels\": 1000000}'.")
     ] = None,
+    when: Annotated[
+        str | None,
+        typer.Option(help="Batching rule: none, greedy, fixed, fill, gap or slack."),
+    ] = None,
+    decision_log: Annotated[
+        Path | None, typer.Option(help="Write every decision there, for easerve replay.")
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print launch lines and memory plan, start nothing.")
     ] = False,
@@ -90,7 +100,8 @@ def serve(
     over: dict[str, Any] = {
         "served_model_name": served_model_name,
         "device": device,
-        "server": {"host": host, "port": port, "api_key": api_key},
+        "server": {"host": host, "port": port, "api_key": api_key, "admin_token": admin_token},
+        "policy": {"when": when},
         "engine": {
             "dtype": dtype,
             "max_model_len": max_model_len,
@@ -115,7 +126,7 @@ def serve(
         if dry_run:
             command.dry_run(deployment, json_output)
         else:
-            raise typer.Exit(command.run(deployment))
+            raise typer.Exit(command.run(deployment, decision_log))
     except ConfigError as error:
         fail(error, USAGE_ERROR)
 
@@ -139,6 +150,114 @@ def demo(
 
     try:
         raise typer.Exit(command.run(deployment, seed, device, json_output))
+    except ConfigError as error:
+        fail(error, USAGE_ERROR)
+
+
+@app.command()
+def replay(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="What serve --decision-log has written.")
+    ],
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Let this version's core decide a decision log again. Exit code 1: it decides otherwise."""
+    from easerve.cli import replay as command
+    from easerve.serve.decisions import DecisionLogError
+
+    try:
+        raise typer.Exit(command.run(file, json_output))
+    except DecisionLogError as error:
+        fail(error, USAGE_ERROR)
+
+
+bench = typer.Typer(
+    name="bench",
+    help="Measure side by side, in one run, on engines that run.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(bench)
+
+
+@bench.command("encode")
+def bench_encode(
+    deployment: Annotated[
+        Path | None, typer.Argument(metavar="[FILE.yaml]", help="Default: the tiny model.")
+    ] = None,
+    parts: Annotated[
+        str, typer.Option(help="What to measure, of stage,call,server,low,rates,windows.")
+    ] = "stage,call,server,low,rates,windows",
+    rules: Annotated[
+        str, typer.Option(help="Rules to sweep.")
+    ] = "none,greedy,fixed,fill,gap,slack",
+    rates: Annotated[str, typer.Option(help="Offered requests per second.")] = "5,15,40",
+    windows_ms: Annotated[str, typer.Option(help="Fixed windows.")] = "0,20,50,100,200,500,1000",
+    low_rate: Annotated[float, typer.Option(min=0.1, help="Requests/s of part low.")] = 5,
+    window_rate: Annotated[float, typer.Option(min=0.1, help="Requests/s of part windows.")] = 15,
+    duration_s: Annotated[float, typer.Option(min=0.1, help="Of a run at some rate.")] = 5,
+    pictures: Annotated[int, typer.Option(min=1, help="Of a run of part stage.")] = 480,
+    requests: Annotated[int, typer.Option(min=1, help="Of a run of part server.")] = 240,
+    concurrency: Annotated[int, typer.Option(min=1, help="Clients of part server.")] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="Of what is compared one to one.")] = 5,
+    seed: Annotated[int, typer.Option(help="Same seed, same pictures and gaps.")] = 0,
+    html: Annotated[Path | None, typer.Option(help="Write a report with pictures.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Batching rules side by side: the encode stage alone, one call, the whole server, sweeps."""
+    from easerve.cli.bench import command
+    from easerve.cli.bench.encode import PARTS, Plan
+    from easerve.config import ConfigError
+    from easerve.policy.batching import RULES
+
+    try:
+        measured = command.read(deployment)
+        plan = Plan(
+            measured.policy,
+            command.names("parts", parts, PARTS),
+            command.names("rules", rules, RULES),
+            command.numbers("rates", rates),
+            [each / 1e3 for each in command.numbers("windows-ms", windows_ms, 0, 1000)],
+            low_rate,
+            window_rate,
+            duration_s,
+            pictures,
+            requests,
+            concurrency,
+            rounds,
+            seed,
+        )
+        output = command.Output(json_output, html)
+        raise typer.Exit(command.bench_encode(measured, plan, output))
+    except ConfigError as error:
+        fail(error, USAGE_ERROR)
+
+
+@bench.command("flow")
+def bench_flow(
+    deployment: Annotated[
+        Path | None, typer.Argument(metavar="[FILE.yaml]", help="Default: the tiny model.")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Of a run.")] = 300,
+    rate: Annotated[float, typer.Option(min=0.1, help="Offered requests per second.")] = 80,
+    tokens: Annotated[int, typer.Option(min=2, help="Of an answer.")] = 48,
+    promise: Annotated[
+        float, typer.Option(min=1, help="TPOT, as a multiple of that of one request alone.")
+    ] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="How often the systems take turns.")] = 3,
+    seed: Annotated[int, typer.Option(help="Same seed, same requests.")] = 0,
+    html: Annotated[Path | None, typer.Option(help="Write a report.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """What a fast Encode does to decode, and what credits do about it."""
+    from easerve.cli.bench import command
+    from easerve.cli.bench.flow import Plan
+    from easerve.config import ConfigError
+
+    try:
+        measured = command.read(deployment)
+        plan = Plan(measured.policy, requests, rate, tokens, promise, rounds, seed)
+        raise typer.Exit(command.bench_flow(measured, plan, command.Output(json_output, html)))
     except ConfigError as error:
         fail(error, USAGE_ERROR)
 

@@ -1,6 +1,7 @@
 """``easerve serve``: from a deployment file or a model's name to a running server."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import shlex
@@ -17,6 +18,7 @@ from rich.table import Table
 from easerve.cli.deploy import (
     Service,
     raise_file_limit,
+    recipe,
     service,
     stop_signals,
 )
@@ -24,6 +26,7 @@ from easerve.cli.progress import StartProgress
 from easerve.cluster.local import EngineStartError
 from easerve.config import GIB, ConfigError, Deployment, build, merge, parse_topology, read_file
 from easerve.engines.vllm import launch, memory, models
+from easerve.serve.decisions import DecisionLog, StepLog
 from easerve.types import Stage, WorkerId
 
 console = Console(stderr=True)
@@ -103,18 +106,23 @@ def _print_tables(specs: Sequence[launch.EngineSpec], plan: Sequence[memory.Row]
     Console().print(table)
 
 
-def run(deployment: Deployment) -> int:
+def run(deployment: Deployment, decision_log: Path | None = None) -> int:
     """Serve until SIGINT or SIGTERM; the exit code."""
     raise_file_limit()
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    try:
-        return uvloop.run(_serve(deployment))
-    except EngineStartError as error:
-        print(f"easerve: {error}", file=sys.stderr)
-        return 1
+    with contextlib.ExitStack() as stack:
+        log = None
+        if decision_log is not None:
+            log = DecisionLog(decision_log, recipe(deployment))
+            stack.callback(log.close)
+        try:
+            return uvloop.run(_serve(deployment, log))
+        except EngineStartError as error:
+            print(f"easerve: {error}", file=sys.stderr)
+            return 1
 
 
-async def _serve(deployment: Deployment) -> int:
+async def _serve(deployment: Deployment, log: StepLog | None) -> int:
     stop = asyncio.Event()
     main = asyncio.current_task()
     running: Service | None = None
@@ -134,7 +142,7 @@ async def _serve(deployment: Deployment) -> int:
 
     with stop_signals(asked_to_stop), StartProgress(console) as progress:
         try:
-            async with service(deployment, progress, engine_ended) as running:
+            async with service(deployment, progress, engine_ended, log) as running:
                 progress.close()
                 counts = ", ".join(
                     f"{launch.section_of(deployment, stage).replicas} {stage}" for stage in Stage

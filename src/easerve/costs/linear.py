@@ -15,12 +15,18 @@ class LinearCosts:
     prefill_base_s: float = 0.01
     prefill_token_s: float = 1e-4
     decode_token_s: float = 0.02
+    decode_crowding: float = 0.05
+    """Each further request makes a decode step longer by this share."""
 
     def encode_s(self, num_items: int, num_tokens: int) -> float:
         return self.encode_base_s + self.encode_token_s * num_tokens
 
     def prefill_s(self, num_tokens: int) -> float:
         return self.prefill_base_s + self.prefill_token_s * num_tokens
+
+    def step_s(self, num_running: int) -> float:
+        """A decode step that gives each of so many requests a token."""
+        return self.decode_token_s * (1 + self.decode_crowding * (num_running - 1))
 
     def decode_s(self, num_tokens: int) -> float:
         return self.decode_token_s * num_tokens

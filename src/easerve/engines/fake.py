@@ -73,7 +73,8 @@ class FakeEngine:
 
     ``failures``, by the method: raised by its next calls in turn. ``permits``, by the method: each
     of its calls, and each token of decode, waits for one. ``dead``: every call fails.
-    ``num_pieces``: that decode has given.
+    ``num_pieces``: that decode has given. ``refused``, ``deadly``: keys of pictures; a call to
+    encode with one of them is refused, or the engine dies of it. ``encoded``: how often each was.
     """
 
     def __init__(
@@ -82,8 +83,11 @@ class FakeEngine:
         stage: Stage,
         fabric: Fabric,
         costs: LinearCosts = INSTANT,
+        num_slots: int = 256,
+        max_batch_tokens: int = 2048,
     ) -> None:
         self.worker_id, self.stage = worker_id, stage
+        self.num_slots, self.max_batch_tokens = num_slots, max_batch_tokens
         self._fabric, self._costs = fabric, costs
         self.failures: defaultdict[str, list[Exception]] = defaultdict(list)
         self.permits: dict[str, asyncio.Semaphore] = {}
@@ -91,6 +95,9 @@ class FakeEngine:
         self.running = self.num_pieces = 0
         self.calls: Counter[str] = Counter()
         self.encode_calls: list[int] = []
+        self.refused: set[str] = set()
+        self.deadly: set[str] = set()
+        self.encoded: Counter[str] = Counter()
 
     def _begin(self, call: str) -> None:
         self.calls[call] += 1
@@ -127,8 +134,14 @@ class FakeEngine:
         self._begin("encode")
         self.encode_calls.append(len(calls))
         await self._work("encode", self._costs.encode_s(len(calls), TOKENS_PER_ITEM * len(calls)))
+        keys = {call.media.key for call in calls}
+        if keys & self.refused:
+            raise EngineError("an item cannot be encoded", 400)
+        self.dead |= bool(keys & self.deadly)
+        self._check("encode")
         for call in calls:
             publish(call)
+            self.encoded[call.media.key] += 1
 
     async def prefill(self, prompt: Prompt, folder: Path | None) -> Prefilled:
         self._begin("prefill")
@@ -150,7 +163,7 @@ class FakeEngine:
         if prompt.route is Route.OPENAI:
             deltas = _chunks(deltas, prompt) if prompt.stream else [_whole(deltas, prompt)]
         for delta in deltas:
-            await self._work("decode", self._costs.decode_s(1))
+            await self._work("decode", self._costs.step_s(self.running + 1))
             self._check("decode")
             self.num_pieces += 1
             yield delta

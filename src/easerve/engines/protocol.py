@@ -132,8 +132,12 @@ class Prefilled:
 
 
 class Engine(Protocol):
+    """``num_slots``: requests it runs at once. ``max_batch_tokens``: of one call to an encoder."""
+
     worker_id: WorkerId
     stage: Stage
+    num_slots: int
+    max_batch_tokens: int
 
     async def render(self, body: Mapping[str, Any]) -> Prompt:
         """Tokens of an OpenAI request (``messages`` or a ``prompt``); runs no model."""

@@ -6,16 +6,20 @@ A late or repeated answer (an old batch, an old attempt, a closed request) is ig
 request is open, nothing is kept but the workers.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass
 from math import ceil
 from typing import TypeAlias, assert_never
 
 from easerve.policy import events as ev
 from easerve.policy.admission import Admission
-from easerve.policy.batching import BatchingRule, QueuedItem, Wait
+from easerve.policy.arrivals import Arrivals
+from easerve.policy.encoding import Batch, Encoding, requests_of
 from easerve.policy.estimates import Estimates
+from easerve.policy.flow import Gate, Load, Opening, Times, Waiting, Window, credit, queue_s
+from easerve.policy.knobs import Knobs
 from easerve.policy.lifecycle import REQUEST, LegState, RequestState
+from easerve.policy.microbatch import Closing, MicroBatcher
 from easerve.policy.pool import Pool, Worker
 from easerve.policy.queues import Queues, prepares
 from easerve.policy.state import Leg, Request
@@ -37,27 +41,24 @@ class Limits:
     worker_wait_ns: int = 10 * NS_PER_S
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    worker_id: WorkerId
-    items: tuple[QueuedItem, ...]
-
-
 class Core:
     """Decides for one pool of engines. Single-threaded; the caller owns the clock."""
 
     def __init__(
-        self, batching: BatchingRule, admission: Admission, estimates: Estimates, limits: Limits
+        self, knobs: Knobs, admission: Admission, estimates: Estimates, limits: Limits
     ) -> None:
-        self._batching, self._admission = batching, admission
-        self._estimates, self._limits = estimates, limits
+        self._knobs, self._admission, self._limits = knobs, admission, limits
         self.pool = Pool()
+        self._times, self._window = Times(estimates), Window()
         self._requests: dict[RequestId, Request] = {}  # by arrival, so by deadline as well
         self._num_bytes = 0  # of the open requests
+        self._gate = Gate()
+        self._gate_wake_ns: int | None = None
+        self._num_waiting = 0  # legs of the open requests that have not passed it
+        self._num_preparing = 0  # media of the requests that are being prepared
         self._queues = Queues()
-        self._batches: dict[BatchId, Batch] = {}
-        self._last_batch = 0
-        self._batch_wait_ns: int | None = None
+        self._encoding = Encoding(knobs)
+        self._batcher = MicroBatcher(knobs, self._encoding, self._times)
         self._actions: list[ev.Action] = []
         self._now_ns = 0
 
@@ -71,6 +72,7 @@ class Core:
         self.pool.note_starved_stages(now_ns)
         self._expire()
         self._prepare_again()
+        self._batcher.wake_ns = self._gate_wake_ns = None
         self._dispatch_encode()
         self._dispatch_prefill()
         actions, self._actions = self._actions, []
@@ -83,10 +85,10 @@ class Core:
         times += [
             since + self._limits.worker_wait_ns
             for stage, since in self.pool.starved_since.items()
-            if next(self._queues.needing(stage), None)
+            if next(self._needing(stage), None)
         ]
-        if self._batch_wait_ns is not None:
-            times.append(self._batch_wait_ns)
+        wakes = (self._batcher.wake_ns, self._gate_wake_ns)
+        times += [wake_ns for wake_ns in wakes if wake_ns is not None]
         return min(times, default=None)
 
     @property
@@ -94,9 +96,22 @@ class Core:
         """Requests that were admitted and have not ended."""
         return len(self._requests)
 
+    @property
+    def knobs(self) -> Knobs:
+        """In force now."""
+        return self._knobs
+
+    @property
+    def arrivals(self) -> Arrivals:
+        """Of requests with media, at the encode queue."""
+        return self._batcher.arrivals
+
     def queue_lengths(self) -> dict[Stage, int]:
         """What waits for an engine: items for Encode, legs for Prefill."""
-        return {Stage.ENCODE: len(self._queues.items), Stage.PREFILL: len(self._queues.legs)}
+        return {
+            Stage.ENCODE: self._encoding.num_queued,
+            Stage.PREFILL: len(self._queues.legs),
+        }
 
     # Events -----------------------------------------------------------------------------------
 
@@ -104,9 +119,14 @@ class Core:
         match event:
             case ev.WorkerJoined():
                 self._worker_lost(event.worker_id)  # one that comes back has lost what it held
-                self.pool.join(event.worker_id, event.stage)
+                self.pool.join(Worker(*astuple(event)))
             case ev.WorkerLost():
                 self._worker_lost(event.worker_id)
+            case ev.KnobsChanged():
+                self._knobs = event.knobs
+                self._batcher.retune(event.knobs)
+            case ev.Draining():
+                self._batcher.draining = True
             case ev.RequestReceived():
                 self._received(event)
             case ev.EncodeFinished():
@@ -132,12 +152,19 @@ class Core:
                 self._fail(request, Reason.PREPARE_FAILED)
             return
         request.shape = event.shape
+        self._num_preparing -= request.num_media
         media = bool(event.shape.items)
         request.state = REQUEST.next(
             request.state, "prepared with media" if media else "prepared as text"
         )
+        self._gate.join(request)
         if media:
-            self._queues.add_items(request, self._now_ns)
+            for item in request.items:
+                self._times.seen(item)
+            self._batcher.arrivals.observe(self._now_ns)
+            self._encoding.add(request, self._now_ns)
+            if not request.pending:
+                self._encoded(request)
         else:
             self._queues.add_legs(request)
 
@@ -159,6 +186,7 @@ class Core:
             case ev.FirstToken():
                 leg.started = True
             case ev.DecodeFinished():
+                self._observe_decode(event, leg)
                 leg.move("decoded")
                 self._leg_done(request, leg)
             case ev.DecodeFailed():
@@ -170,14 +198,16 @@ class Core:
         if event.request_id in self._requests:
             raise ValueError(f"request id {event.request_id} is in use")
         needed = {Stage.PREFILL, Stage.DECODE} | ({Stage.ENCODE} if event.modalities else set())
-        refusal = None
+        refusal, retry_after_s = None, 1
         if not self.pool.has(*needed):
             refusal = Reason.NO_WORKER
         elif not self._admission.admits(len(self._requests), self._num_bytes, event.num_bytes):
-            refusal = Reason.OVERLOADED
+            refusal, retry_after_s = Reason.OVERLOADED, self._retry_after_s()
+        elif event.modalities and (excess_s := self.queue_s() - self._knobs.max_queue_s) > 0:
+            refusal, retry_after_s = Reason.OVERLOADED, ceil(excess_s)
         state = REQUEST.enter("rejected" if refusal else "admitted")
         if refusal is not None:
-            self._actions.append(ev.Reject(event.request_id, refusal, self._retry_after_s()))
+            self._actions.append(ev.Reject(event.request_id, refusal, retry_after_s))
             return
         self._requests[event.request_id] = Request(
             event.request_id,
@@ -185,11 +215,14 @@ class Core:
             event.num_bytes,
             event.num_choices,
             event.can_resume,
+            received_ns=self._now_ns,
             deadline_ns=self._now_ns + self._limits.request_timeout_ns,
             retries_left=self._limits.max_retries,
-            has_media=bool(event.modalities),
+            num_media=len(event.modalities),
         )
         self._num_bytes += event.num_bytes
+        self._num_waiting += event.num_choices
+        self._num_preparing += len(event.modalities)
         self._actions.append(ev.Prepare(event.request_id))
 
     def _prepare_again(self) -> None:
@@ -203,86 +236,137 @@ class Core:
     # Encode -----------------------------------------------------------------------------------
 
     def _dispatch_encode(self) -> None:
-        self._batch_wait_ns = None
-        while self._queues.items:
-            head = self._requests[self._queues.items[0].request_id]
-            encoder = self.pool.pick(Stage.ENCODE, head.avoid, idle=self._batching.needs_idle)
-            if encoder is None or not self.pool.has(Stage.PREFILL):
-                return
-            decision = self._batching.decide(self._queues.items, self._now_ns)
-            if isinstance(decision, Wait):
-                self._batch_wait_ns = decision.until_ns
-                return
-            self._start_encode(encoder, self._queues.take_items(decision.size), decision.reason)
+        if not self.pool.has(Stage.ENCODE, Stage.PREFILL, Stage.DECODE):
+            return
+        started = True
+        while started:
+            started = False
+            gate, backlog_s = self._opening(), self._backlog_s()
+            for closing in self._batcher.close(self.pool, gate, backlog_s, self._now_ns):
+                self._start_encode(closing)
+                started = True
 
-    def _start_encode(self, encoder: Worker, queued: list[QueuedItem], reason: str) -> None:
-        self._last_batch += 1
-        batch_id = BatchId(self._last_batch)
+    def _opening(self, media: bool = True) -> Opening:
+        """Of the gate, by what is downstream now."""
+        load = Load(self._gate.num_passed, self._backlog_s(), self._decode_slots())
+        opening = self._gate.opening(
+            credit(self._knobs, self._times, self._window, load), self._knobs, media
+        )
+        again_s, self._gate_wake_ns = opening.again_s, None
+        if again_s is not None:
+            self._gate_wake_ns = self._now_ns + ceil(again_s * NS_PER_S)
+        return opening
+
+    def _backlog_s(self) -> float:
+        """Of the least loaded prefill worker."""
+        token_s = self._times.prefill_token_s
+        return min(w.backlog_s(token_s, self._now_ns) for w in self.pool.of(Stage.PREFILL))
+
+    def _decode_slots(self) -> list[int]:
+        return [worker.num_slots for worker in self.pool.of(Stage.DECODE)]
+
+    def queue_s(self) -> float:
+        """Seconds until all that waits for Encode has passed it; 0 while there is no engine."""
+        if not self.pool.has(*Stage):
+            return 0.0
+        return queue_s(
+            self._knobs,
+            self._times,
+            self._window,
+            Waiting(
+                self._num_preparing + self._encoding.num_queued,
+                self._num_waiting,
+                len(self.pool.of(Stage.ENCODE)),
+                len(self.pool.of(Stage.PREFILL)),
+                self._decode_slots(),
+            ),
+        )
+
+    def _start_encode(self, closing: Closing) -> None:
+        batch_id, batch = self._encoding.start(closing.entries, closing.worker.worker_id)
+        closing.worker.start(batch_id, batch.num_tokens, self._now_ns)
+        for request in requests_of(batch.entries):
+            self._pass(request)
         items = tuple(
             ev.EncodeItem(
-                entry.request_id,
-                entry.index,
                 entry.item,
-                self._place(self._requests[entry.request_id]).worker_id,
+                tuple(
+                    ev.Waiter(request.request_id, index, self._place(request).worker_id)
+                    for request, index in entry.waiters
+                ),
             )
-            for entry in queued
+            for entry in batch.entries
         )
-        self._batches[batch_id] = Batch(encoder.worker_id, tuple(queued))
-        encoder.hold(batch_id, sum(entry.item.num_tokens for entry in queued))
-        self._actions.append(ev.StartEncode(batch_id, encoder.worker_id, items, reason))
+        self._actions.append(ev.StartEncode(batch_id, batch.worker_id, items, closing.decision))
+
+    def _pass(self, request: Request) -> None:
+        if not request.passed:
+            self._gate.let_pass(request)
+            self._num_waiting -= request.num_choices
 
     def _encode_finished(self, batch_id: BatchId) -> None:
-        batch = self._take_batch(batch_id)
-        for entry in batch.items if batch else ():
-            request = self._requests.get(entry.request_id)
-            if request is None:
-                continue
-            request.pending.remove(entry.index)
-            if not request.pending:
-                request.state = REQUEST.next(request.state, "embeddings there")
-                self._queues.add_legs(request)
+        batch = self._encoding.take(batch_id)
+        if batch is None:
+            return
+        worker = self.pool.get(batch.worker_id)
+        assert worker is not None, "the batches of a lost engine are forgotten"
+        self._times.encode.observe(batch.num_tokens, worker.finish(batch_id, self._now_ns))
+        for request in self._encoding.finished(batch):
+            self._encoded(request)
+
+    def _encoded(self, request: Request) -> None:
+        """Every embedding is there, perhaps by what others had asked for."""
+        self._pass(request)
+        request.state = REQUEST.next(request.state, "embeddings there")
+        self._queues.add_legs(request)
 
     def _encode_failed(self, batch_id: BatchId, retryable: bool) -> None:
-        batch = self._take_batch(batch_id)
-        if batch is not None:
-            self._items_failed(batch.worker_id, batch.items, retryable, Reason.ENCODE_FAILED)
+        batch = self._encoding.take(batch_id)
+        if batch is None:
+            return
+        worker = self.pool.get(batch.worker_id)
+        assert worker is not None, "the batches of a lost engine are forgotten"
+        worker.finish(batch_id, self._now_ns)
+        if retryable:
+            self._encode_again([batch], Reason.ENCODE_FAILED)
+        elif len(batch.entries) > 1:
+            self._encoding.put_back(batch, 2)  # an item at fault is alone in the end
+        else:
+            for request in requests_of(batch.entries):
+                self._fail(request, Reason.ENCODE_FAILED)
 
-    def _items_failed(
-        self, worker_id: WorkerId, items: Iterable[QueuedItem], retryable: bool, reason: Reason
-    ) -> None:
-        """One failure; it costs a request one retry, however many of its items it took."""
-        failed: dict[RequestId, list[QueuedItem]] = {}
-        for entry in items:
-            failed.setdefault(entry.request_id, []).append(entry)
-        for request_id, entries in failed.items():
-            request = self._requests.get(request_id)
-            if request is None:
-                continue
-            request.avoid.add(worker_id)
-            if retryable and self._may_retry(request):
-                self._queues.put_back(entries)
-            else:
+    def _encode_again(self, batches: Sequence[Batch], reason: Reason) -> None:
+        """After one failure of one encoder, which costs a request one retry, however many items.
+
+        What an engine may have died of is not given to the next in company.
+        """
+        for request in requests_of(entry for batch in batches for entry in batch.entries):
+            request.avoid.add(batches[0].worker_id)
+            if not self._may_retry(request):
                 self._fail(request, reason)
-
-    def _take_batch(self, batch_id: BatchId) -> Batch | None:
-        batch = self._batches.pop(batch_id, None)
-        if batch is not None:
-            self.pool.release(batch.worker_id, batch_id)
-        return batch
+        for batch in batches:
+            self._encoding.put_back(batch, len(batch.entries))
 
     # Prefill and decode -----------------------------------------------------------------------
 
     def _dispatch_prefill(self) -> None:
         if not self.pool.has(Stage.PREFILL, Stage.DECODE):
             return
+        idle = self.pool.pick(Stage.ENCODE, max_work=0)
+        gate = self._opening(media=idle is not None)  # text does not wait for an encoder
         for request, leg in self._queues.take_legs():
+            if not gate.admits(request):
+                self._queues.legs.append((request, leg))
+                continue
+            self._pass(request)
             planned = request.destination
             worker = self._place(request)
             holds_embeddings = bool(request.items) and planned == worker.worker_id
             leg.move("prefill started")
             leg.worker_id = worker.worker_id
             worker.release(request.request_id)  # held by the request until a leg holds it
-            worker.hold((request.request_id, leg.index), request.shape.num_prompt_tokens)
+            key = (request.request_id, leg.index)
+            worker.start(key, request.shape.num_prompt_tokens, self._now_ns)
             self._actions.append(
                 ev.StartPrefill(
                     request.request_id,
@@ -295,6 +379,10 @@ class Core:
             )
 
     def _prefill_finished(self, request: Request, leg: Leg, final: bool) -> None:
+        worker = self.pool.get(leg.worker_id)
+        assert worker is not None, "a leg that runs has a worker"
+        seconds = worker.finish((request.request_id, leg.index), self._now_ns)
+        self._times.prefilled(seconds, request.shape.num_prompt_tokens)
         if final:
             leg.move("first token was the last")
             self._leg_done(request, leg)
@@ -309,13 +397,22 @@ class Core:
             ev.StartDecode(request.request_id, leg.index, leg.attempt, decoder.worker_id)
         )
 
+    def _observe_decode(self, event: ev.DecodeFinished, leg: Leg) -> None:
+        worker = self.pool.get(leg.worker_id)
+        if worker is not None and event.tpot_s:
+            self._times.decoded(event.decode_s)
+            promise_s = self._knobs.tpot_slo_s
+            self._window.observe(event.tpot_s, leg.beside, worker.num_slots, promise_s)
+
     def _hand_over(self, request: Request, leg: Leg, worker: Worker | None) -> None:
         """Move a leg's weight to the worker that runs it now."""
         key = (request.request_id, leg.index)
         self.pool.release(leg.worker_id, key)
         leg.worker_id = worker.worker_id if worker else None
         if worker:
-            worker.hold(key, request.shape.num_prompt_tokens + request.shape.max_new_tokens)
+            tokens = request.shape.num_prompt_tokens + request.shape.max_new_tokens
+            worker.start(key, tokens, self._now_ns)
+            leg.beside = len(worker.running)
 
     def _legs_failed(
         self, request: Request, legs: list[Leg], retryable: bool, reason: Reason
@@ -353,7 +450,7 @@ class Core:
         if first:
             request.state = REQUEST.next(request.state, "embedding missing")
             self._queues.drop(request)
-            self._queues.add_items(request, self._now_ns)
+            self._encoding.add(request, self._now_ns, again=True)
 
     def _leg_done(self, request: Request, leg: Leg) -> None:
         self._hand_over(request, leg, None)
@@ -365,9 +462,7 @@ class Core:
     def _worker_lost(self, worker_id: WorkerId) -> None:
         if not self.pool.lose(worker_id):
             return
-        lost = [id_ for id_, batch in self._batches.items() if batch.worker_id == worker_id]
-        items = [entry for batch_id in lost for entry in self._batches.pop(batch_id).items]
-        self._items_failed(worker_id, items, retryable=True, reason=Reason.WORKER_LOST)
+        self._encode_again(self._encoding.lost(worker_id), Reason.WORKER_LOST)
         for request in list(self._requests.values()):
             if request.destination == worker_id:
                 self._avoid(request, worker_id)
@@ -404,21 +499,23 @@ class Core:
 
     def _close(self, request: Request, cause: str) -> None:
         """Forget an open request; its running work is cancelled unless it has its answer."""
+        if request.state is RequestState.PREPARING:
+            self._num_preparing -= request.num_media
         request.state = REQUEST.next(request.state, cause)
         request_id = request.request_id
         del self._requests[request_id]
         self._num_bytes -= request.num_bytes
+        self._gate.close(request)
+        if not request.passed:
+            self._num_waiting -= request.num_choices
         self._queues.drop(request)
+        for batch_id, batch in self._encoding.drop(request):
+            self.pool.release(batch.worker_id, batch_id)
         for leg in request.legs:
             self._hand_over(request, leg, None)
         self.pool.release(request.destination, request_id)
-        for batch_id in [id_ for id_, batch in self._batches.items() if self._is_orphan(batch)]:
-            self._take_batch(batch_id)
         done = request.state is RequestState.COMPLETED
         self._actions.append((ev.Complete if done else ev.Cancel)(request_id))
-
-    def _is_orphan(self, batch: Batch) -> bool:
-        return not any(entry.request_id in self._requests for entry in batch.items)
 
     def _expire(self) -> None:
         for request in list(self._requests.values()):
@@ -427,11 +524,16 @@ class Core:
             self._fail(request, Reason.TIMED_OUT, "timed out")
         for stage, since in self.pool.starved_since.items():
             if since + self._limits.worker_wait_ns <= self._now_ns:
-                for request_id in dict.fromkeys(self._queues.needing(stage)):
-                    self._fail(self._requests[request_id], Reason.NO_WORKER)
+                for request in dict.fromkeys(self._needing(stage)):
+                    self._fail(request, Reason.NO_WORKER)
+
+    def _needing(self, stage: Stage) -> Iterator[Request]:
+        """The requests that cannot go on without an engine of a stage."""
+        yield from self._queues.needing(stage)
+        yield from self._encoding.waiting()
 
     def _retry_after_s(self) -> int:
         """Whole seconds until the least loaded prefill worker is through what it holds."""
         worker = self.pool.pick(Stage.PREFILL)
         backlog = worker.backlog_tokens if worker is not None else 0
-        return max(1, ceil(self._estimates.prefill_s(backlog)))
+        return max(1, ceil(self._times.prefill_token_s * backlog))

@@ -1,10 +1,13 @@
-"""What a policy must know of the world, in seconds."""
+"""What a policy must know of the world, in seconds: a guess, corrected by what is observed."""
 
 from typing import Protocol
 
+GAIN = 0.05
+SHRINKAGE = 0.02
+
 
 class Estimates(Protocol):
-    """Service times. Filled from a profile and from what was observed; the core only asks."""
+    """Service times as a profile or a guess has them."""
 
     def encode_s(self, num_items: int, num_tokens: int) -> float:
         """One encoder forward over ``num_items`` items of ``num_tokens`` embeddings in all."""
@@ -17,3 +20,51 @@ class Estimates(Protocol):
     def decode_s(self, num_tokens: int) -> float:
         """``num_tokens`` decode steps."""
         ...
+
+
+class Mean:
+    """An exponentially weighted mean; the first samples weigh the same, later ones ``GAIN``."""
+
+    def __init__(self, guess: float = 0.0) -> None:
+        self.value, self.num_samples = guess, 0
+
+    def observe(self, sample: float) -> None:
+        self.num_samples += 1
+        self.value += max(GAIN, 1 / self.num_samples) * (sample - self.value)
+
+
+class Line:
+    """``y = base + slope x`` by least squares over samples whose weight fades, shrunk to a guess.
+
+    The guess says how base and slope compare, the samples how fast things are. Samples that are
+    spread over ``x`` soon outweigh it (``SHRINKAGE`` is in units of the squared mean of ``x``);
+    while all have one ``x`` it decides. Neither base nor slope is ever negative.
+    """
+
+    def __init__(self, base: float, slope: float) -> None:
+        self._base, self._slope = base, slope
+        self._x, self._y, self._xx, self._xy = (Mean() for _ in range(4))
+
+    def observe(self, x: float, y: float) -> None:
+        """One more sample, ``x`` above 0."""
+        for mean, sample in ((self._x, x), (self._y, y), (self._xx, x * x), (self._xy, x * y)):
+            mean.observe(sample)
+
+    def line(self) -> tuple[float, float]:
+        """Base and slope."""
+        if not self._x.num_samples:
+            return self._base, self._slope
+        x, y = self._x.value, self._y.value
+        guess = self._base + self._slope * x
+        slope = self._slope * y / guess if guess > 0 else 0.0
+        variance = max(0.0, self._xx.value - x * x)
+        covariance = self._xy.value - x * y
+        shrinkage = SHRINKAGE * x * x
+        slope = (covariance + shrinkage * slope) / (variance + shrinkage)
+        slope = min(max(slope, 0.0), y / x)
+        return y - slope * x, slope
+
+    def at(self, x: float) -> float:
+        """``y``; 0 where ``x`` is."""
+        base, slope = self.line()
+        return base + slope * x if x else 0.0

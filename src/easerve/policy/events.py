@@ -8,17 +8,26 @@ KV cache. A KV handle is used once, so a leg that is tried again starts at prefi
 from dataclasses import dataclass
 from typing import TypeAlias, get_args
 
+from easerve.policy.knobs import Knobs
 from easerve.types import BatchId, MediaItem, Modality, Reason, RequestId, Shape, Stage, WorkerId
+
+DEFAULT_SLOTS, DEFAULT_BATCH_TOKENS = 256, 2048  # vLLM's, on a CPU
 
 # Events -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerJoined:
-    """An engine is ready."""
+    """An engine is ready.
+
+    ``num_slots``: requests that it runs at once (vLLM's max_num_seqs). ``max_batch_tokens``: what
+    one call to an encoder may hold (vLLM's max_num_batched_tokens).
+    """
 
     worker_id: WorkerId
     stage: Stage
+    num_slots: int = DEFAULT_SLOTS
+    max_batch_tokens: int = DEFAULT_BATCH_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +35,18 @@ class WorkerLost:
     """An engine ended or no longer answers."""
 
     worker_id: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class KnobsChanged:
+    """All knobs at once; in force from this step on."""
+
+    knobs: Knobs
+
+
+@dataclass(frozen=True, slots=True)
+class Draining:
+    """The server is about to end: no batch waits for company any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +134,16 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True)
 class DecodeFinished:
+    """``decode_s``: how long the engine took, without waiting for the client; ``tpot_s``: a token.
+
+    0 where they were not measured.
+    """
+
     request_id: RequestId
     leg: int
     attempt: int
+    decode_s: float = 0.0
+    tpot_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +163,8 @@ Event: TypeAlias = (
     | EncodeFinished
     | WorkerJoined
     | WorkerLost
+    | KnobsChanged
+    | Draining
     | DecodeFailed
     | PrefillFinished
     | PrefillFailed
@@ -155,6 +185,8 @@ def sort_key(event: Event) -> tuple[int, str | int, int, int, str]:
             name: str | int = event.worker_id
         case EncodeFinished() | EncodeFailed():
             name = event.batch_id
+        case KnobsChanged() | Draining():
+            name = ""
         case _:
             name = event.request_id
     leg, attempt = getattr(event, "leg", 0), getattr(event, "attempt", 0)
@@ -172,23 +204,48 @@ class Prepare:
 
 
 @dataclass(frozen=True, slots=True)
-class EncodeItem:
-    """One media item of a batch, and the prefill worker that will want its embedding."""
+class Waiter:
+    """A request that wants an embedding for its item ``index``, at a prefill worker."""
 
     request_id: RequestId
     index: int
-    item: MediaItem
     destination: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
+class EncodeItem:
+    """One media item of a batch, encoded once for all who wait for it now."""
+
+    item: MediaItem
+    waiters: tuple[Waiter, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Why a batch was closed, and what was known then.
+
+    ``wait_s``: of the item that waited longest. ``held_s``: how long downstream credits held the
+    batch back, by ``held_by``. ``num_left``: items still in the queue. ``rate_per_s``, ``cv``: the
+    estimated arrival rate of media requests and the coefficient of variation of their gaps.
+    """
+
+    reason: str
+    wait_s: float
+    held_s: float
+    held_by: str
+    num_left: int
+    rate_per_s: float
+    cv: float
+
+
+@dataclass(frozen=True, slots=True)
 class StartEncode:
-    """One forward of the encoder over ``items``. ``reason``: why the batch was closed."""
+    """One forward of the encoder over ``items``."""
 
     batch_id: BatchId
     worker_id: WorkerId
     items: tuple[EncodeItem, ...]
-    reason: str
+    decision: Decision
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,26 +3,57 @@
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from easerve.policy.events import DEFAULT_BATCH_TOKENS, DEFAULT_SLOTS
 from easerve.policy.offload import least_backlog
-from easerve.types import Stage, WorkerId
+from easerve.types import NS_PER_S, Stage, WorkerId
 
 
 @dataclass(slots=True)
 class Worker:
-    """An engine and the work it holds, in tokens by what they are for."""
+    """An engine and the work it holds, in tokens by what they are for.
+
+    ``num_slots``: requests that it runs at once. ``max_batch_tokens``: of one call to an encoder.
+    """
 
     worker_id: WorkerId
     stage: Stage
+    num_slots: int = DEFAULT_SLOTS
+    max_batch_tokens: int = DEFAULT_BATCH_TOKENS
     work: dict[Hashable, int] = field(default_factory=dict)
     backlog_tokens: int = 0
+    running: dict[Hashable, int] = field(default_factory=dict)
+    """What of the work is under way, with its tokens, in the order of its start."""
+    progress_ns: int = 0
+    """When it last finished something, or began after it ran nothing."""
 
     def hold(self, key: Hashable, tokens: int) -> None:
+        """Work that is on its way here."""
         self.release(key)
         self.work[key] = tokens
         self.backlog_tokens += tokens
 
+    def start(self, key: Hashable, tokens: int, now_ns: int) -> None:
+        """Work that begins."""
+        self.hold(key, tokens)
+        if not self.running:
+            self.progress_ns = now_ns
+        self.running[key] = tokens
+
     def release(self, key: Hashable) -> None:
         self.backlog_tokens -= self.work.pop(key, 0)
+        self.running.pop(key, None)
+
+    def finish(self, key: Hashable, now_ns: int) -> float:
+        """Work has ended; the seconds it took, or since what ended before it."""
+        since_ns, self.progress_ns = self.progress_ns, now_ns
+        self.release(key)
+        return (now_ns - since_ns) / NS_PER_S
+
+    def backlog_s(self, token_s: float, now_ns: int) -> float:
+        """Seconds of work, less what should be done by now of the piece that began first."""
+        first = next(iter(self.running.values()), 0)
+        done_s = min((now_ns - self.progress_ns) / NS_PER_S, first * token_s)
+        return self.backlog_tokens * token_s - done_s
 
 
 class Pool:
@@ -35,8 +66,8 @@ class Pool:
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers.values())
 
-    def join(self, worker_id: WorkerId, stage: Stage) -> None:
-        self._workers[worker_id] = Worker(worker_id, stage)
+    def join(self, worker: Worker) -> None:
+        self._workers[worker.worker_id] = worker
 
     def lose(self, worker_id: WorkerId) -> bool:
         """Forget an engine and what it held; False when it was not known."""
@@ -49,14 +80,17 @@ class Pool:
         """Whether each of the stages has an engine."""
         return {worker.stage for worker in self}.issuperset(stages)
 
+    def of(self, stage: Stage) -> list[Worker]:
+        return [worker for worker in self if worker.stage is stage]
+
     def pick(
-        self, stage: Stage, avoid: Iterable[WorkerId] = (), idle: bool = False
+        self, stage: Stage, avoid: Iterable[WorkerId] = (), max_work: int | None = None
     ) -> Worker | None:
-        """The engine of a stage with the least backlog; ``idle``: only one that holds nothing."""
+        """The engine of a stage with the least backlog, of those that hold at most ``max_work``."""
         backlog = {
             worker.worker_id: worker.backlog_tokens
-            for worker in self
-            if worker.stage is stage and not (idle and worker.work)
+            for worker in self.of(stage)
+            if max_work is None or len(worker.work) <= max_work
         }
         return self.get(least_backlog(backlog, frozenset(avoid)))
 

@@ -1,16 +1,16 @@
 """The OpenAI-compatible HTTP server in front of the driver."""
 
 import asyncio
-import hmac
 import re
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
+from hmac import compare_digest
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import BaseModel
+from pydantic import BaseModel, SecretStr
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -19,6 +19,7 @@ from easerve import __version__
 from easerve.config import Deployment
 from easerve.engines.protocol import Delta
 from easerve.serve import chat, completions
+from easerve.serve.admin import Admin
 from easerve.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from easerve.serve.driver import Driver
 from easerve.serve.errors import ApiError, ended
@@ -29,14 +30,19 @@ from easerve.types import Reason, RequestId
 WELL_FORMED_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)  # echoed; our own id is in the body
 BODY_TIMEOUT_S = 60.0
 OPEN_PATHS = frozenset({"/health", "/ready"})
+ADMIN = "/admin/"
 
 
 def create_app(deployment: Deployment, driver: Driver) -> FastAPI:
     """The routes. The caller owns the driver, its engines and their life."""
     app = FastAPI(title="EAServe", version=__version__, docs_url=None, redoc_url=None)
+    admin = Admin(deployment.policy, driver)
     reader = Reader(int(deployment.limits.max_body), int(deployment.limits.max_held))
-    if deployment.server.api_key is not None:
-        app.add_middleware(KeyCheck, key=deployment.server.api_key.get_secret_value())
+    app.add_middleware(
+        KeyCheck,
+        key=_secret(deployment.server.api_key),
+        token=_secret(deployment.server.admin_token),
+    )
 
     @app.exception_handler(ApiError)
     async def api_error(_: Request, error: Exception) -> JSONResponse:
@@ -68,7 +74,7 @@ def create_app(deployment: Deployment, driver: Driver) -> FastAPI:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(driver.metrics.render(driver.core), media_type="text/plain; version=0.0.4")
+        return Response(driver.render_metrics(), media_type="text/plain; version=0.0.4")
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -80,6 +86,17 @@ def create_app(deployment: Deployment, driver: Driver) -> FastAPI:
             "max_model_len": deployment.engine.max_model_len,  # None: as the model's folder says
         }
         return {"object": "list", "data": [model]}
+
+    @app.get("/admin/knobs")
+    async def knobs() -> dict[str, Any]:
+        """The control policies as they are now."""
+        return admin.knobs()
+
+    @app.patch("/admin/knobs")
+    async def change_knobs(request: Request) -> dict[str, Any]:
+        """Change some of them; the answer is all of them, in force."""
+        content, _ = await reader.read(request)
+        return admin.change(content)
 
     @app.post("/v1/chat/completions", openapi_extra=_body_schema(chat.ChatRequest))
     async def chat_completions(request: Request) -> Response:
@@ -104,21 +121,39 @@ def _body_schema(kind: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
-class KeyCheck:
-    """Every path but OPEN_PATHS needs the API key, known paths and unknown ones."""
+def _secret(secret: SecretStr | None) -> bytes | None:
+    return None if secret is None else secret.get_secret_value().encode()
 
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self._app, self._expected = app, key.encode()
+
+class KeyCheck:
+    """Every path but OPEN_PATHS needs the API key, if there is one, known paths and unknown ones.
+
+    What is under ADMIN needs the admin's token instead; without one it is not there.
+    """
+
+    def __init__(self, app: ASGIApp, key: bytes | None, token: bytes | None) -> None:
+        self._app, self._key, self._token = app, key, token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            header = dict(scope["headers"]).get(b"authorization", b"")
-            scheme, _, given = header.partition(b" ")
-            if scheme.lower() != b"bearer" or not hmac.compare_digest(given, self._expected):
-                refusal = ApiError(401, "Missing or wrong API key", code="invalid_api_key")
-                await refusal.response()(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        if refusal is not None:
+            await refusal.response()(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        if scope["path"] in OPEN_PATHS:
+            return None
+        expected, name = self._key, "API key"
+        if scope["path"].startswith(ADMIN):
+            if self._token is None:
+                return ApiError(404, "There is no such path")
+            expected, name = self._token, "admin token"
+        header = dict(scope["headers"]).get(b"authorization", b"")
+        scheme, _, given = header.partition(b" ")
+        if expected is None or (scheme.lower() == b"bearer" and compare_digest(given, expected)):
+            return None
+        return ApiError(401, f"Missing or wrong {name}", code="invalid_api_key")
 
 
 class Reader:

@@ -2,17 +2,16 @@
 
 It decides nothing. Every action that starts work is answered by exactly one event, unless the
 work was cancelled. What a request needs on its way (media, prompt, KV handles) is in its Job;
-the embeddings are files in the job's folder, removed when the job ends.
+its embeddings are files in the job's folder, removed when the job ends.
 """
 
 import asyncio
 import contextlib
 import itertools
 import logging
-import shutil
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,8 +28,11 @@ from easerve.engines.protocol import (
 )
 from easerve.policy import events as ev
 from easerve.policy.core import Core
+from easerve.policy.knobs import Knobs
+from easerve.serve.decisions import StepLog
+from easerve.serve.embeddings import Embeddings
 from easerve.serve.errors import ApiError, ended
-from easerve.serve.job import Job, MediaPart
+from easerve.serve.job import Job, MediaPart, Pace
 from easerve.serve.media import MediaError
 from easerve.serve.metrics import Metrics
 from easerve.serve.preparation import PreparationPool
@@ -58,16 +60,20 @@ class Driver:
         folder: Path,
         metrics: Metrics,
         max_decoded_bytes: int,
+        log: StepLog | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.core, self.metrics = core, metrics
-        self._preparation, self._folder, self._clock_ns = preparation, folder, clock_ns
+        self._preparation, self._log, self._clock_ns = preparation, log, clock_ns
+        self._embeddings = Embeddings(folder)
         self._max_decoded_bytes, self._decoded_bytes = max_decoded_bytes, 0
         self._engines: dict[WorkerId, Engine] = {}
         self._rendering: dict[WorkerId, int] = {}
         self._jobs: dict[RequestId, Job] = {}
         self.timelines: OrderedDict[str, dict[str, float]] = OrderedDict()  # of the last requests
-        self._batches: dict[BatchId, tuple[asyncio.Task[None], frozenset[RequestId]]] = {}
+        self._wanting: dict[str, dict[RequestId, Job]] = {}  # who waits for an item, by its key
+        self._files: dict[str, dict[RequestId, Path]] = {}  # who has its embedding, and where
+        self._batches: dict[BatchId, tuple[asyncio.Task[None], ev.StartEncode]] = {}
         self._calls: defaultdict[WorkerId, set[asyncio.Task[None]]] = defaultdict(set)
         self._events: list[ev.Event] = []
         self._flush_due = False
@@ -78,7 +84,11 @@ class Driver:
     def add_engine(self, engine: Engine) -> None:
         self._engines[engine.worker_id] = engine
         self._rendering[engine.worker_id] = 0
-        self._post(ev.WorkerJoined(engine.worker_id, engine.stage))
+        self._post(
+            ev.WorkerJoined(
+                engine.worker_id, engine.stage, engine.num_slots, engine.max_batch_tokens
+            )
+        )
         self._flush()  # joining and getting lost never share an instant
 
     def lose_engine(self, worker_id: WorkerId) -> None:
@@ -92,6 +102,10 @@ class Driver:
     def engines(self) -> list[Engine]:
         return list(self._engines.values())
 
+    def render_metrics(self) -> bytes:
+        """In Prometheus' text form."""
+        return self.metrics.render(self.core, self._clock_ns())
+
     @property
     def ready(self) -> bool:
         """Whether every stage has an engine."""
@@ -101,7 +115,7 @@ class Driver:
         """Take in a request; its answer comes through ``job.outputs``."""
         job.received_ns = self._clock_ns()
         self._jobs[job.request_id] = job
-        kinds = (Modality.IMAGE,) if job.media_parts else ()
+        kinds = (Modality.IMAGE,) * len(job.media_parts)
         self._post(ev.RequestReceived(job.request_id, job.num_bytes, kinds, job.num_choices))
 
     def cancel(self, job: Job) -> None:
@@ -109,6 +123,15 @@ class Driver:
         if job.request_id in self._jobs:
             job.withdrawn = True
             self._post(ev.ClientCancelled(job.request_id))
+
+    def turn(self, knobs: Knobs) -> None:
+        """Other knobs, in force when this returns."""
+        self._post(ev.KnobsChanged(knobs))
+        self._flush()
+
+    def drain(self) -> None:
+        """The server is about to end: let no batch wait for company any more."""
+        self._post(ev.Draining())
 
     def end_requests(self) -> None:
         """End every open request; their clients get an error."""
@@ -125,6 +148,8 @@ class Driver:
         for task in itertools.chain.from_iterable(self._calls.values()):
             task.cancel()
         await self._preparation.close()
+        if self._log is not None:
+            self._log.close()
 
     # The loop ---------------------------------------------------------------------------------
 
@@ -137,7 +162,14 @@ class Driver:
     def _flush(self) -> None:
         self._flush_due = False
         events, self._events = self._events, []
-        for action in self.core.step(events, self._clock_ns()):
+        now_ns = self._clock_ns()
+        actions: list[ev.Action] = []
+        try:
+            actions = self.core.step(events, now_ns)
+        finally:
+            if self._log is not None:
+                self._log.step(now_ns, events, actions)
+        for action in actions:
             self._perform(action)
         if self._timer is not None:
             self._timer.cancel()
@@ -200,19 +232,37 @@ class Driver:
     def _stop(self, job: Job) -> None:
         for task in job.tasks.values():
             task.cancel()
-        for task, request_ids in self._batches.values():
-            others = request_ids - {job.request_id}
-            if job.request_id in request_ids and not others & self._jobs.keys():
+        self._want_no_more(job)
+        for task, batch in self._batches.values():
+            if not any(self._wanting.get(entry.item.key) for entry in batch.items):
                 task.cancel()
+
+    def _want(self, job: Job, again: bool = False) -> None:
+        """Every item: what others have now, what is being encoded when it is there.
+
+        ``again``: it had them and they are lost, so that nobody's are trusted.
+        """
+        assert job.prompt is not None
+        job.wanting_ns = self._clock_ns()
+        for item in job.prompt.items:
+            files = {} if again else self._files.get(item.key, {})
+            if not any(self._give(job, item.key, file) for file in [*files.values()]):
+                self._wanting.setdefault(item.key, {})[job.request_id] = job
+
+    def _want_no_more(self, job: Job) -> None:
+        for item in job.prompt.items if job.prompt else ():
+            jobs = self._wanting.get(item.key, {})
+            jobs.pop(job.request_id, None)
+            if not jobs:
+                self._wanting.pop(item.key, None)
 
     def _finish(self, job: Job, outcome: str, error: ApiError | None = None) -> None:
         del self._jobs[job.request_id]
+        self._want_no_more(job)
         self._decoded_bytes -= job.decoded_bytes
         if job.folder is not None:
-            gone = job.folder.with_name(f"{job.folder.name}.gone")
-            with contextlib.suppress(OSError):
-                job.folder.rename(gone)  # an encoder that still writes finds no folder
-            shutil.rmtree(gone, ignore_errors=True)
+            self._take_files(job)
+            self._embeddings.remove(job.folder)
         for _, handle in job.handles.values():
             assert job.prompt is not None
             self._release(job.prompt, handle)
@@ -240,6 +290,7 @@ class Driver:
             self._post(ev.PrepareFailed(job.request_id))
             return
         self._measure("prepare", begin, job)
+        self._want(job)
         shape = Shape(len(prompt.token_ids), prompt.max_new_tokens, prompt.items)
         self._post(ev.Prepared(job.request_id, shape))
 
@@ -277,25 +328,30 @@ class Driver:
         try:
             return await engine.render(job.body)
         except EngineError as error:
-            await self._failed(engine.worker_id, job, error)
+            await self._failed(engine.worker_id, error, job)
             if error.status != 500 or engine.worker_id not in self._engines:
                 raise
             # It answers, and is healthy: this is how vLLM fails on what it did not expect.
             failed = EngineError(CANNOT_RENDER, 400)
-            await self._failed(engine.worker_id, job, failed)
+            await self._failed(engine.worker_id, failed, job)
             raise failed from None
         finally:
             self._rendering[engine.worker_id] -= 1
 
-    async def _failed(self, worker_id: WorkerId, job: Job | None, error: EngineError) -> None:
-        """Blame the request, or find out whether the engine is gone. A slow one is not."""
+    async def _failed(
+        self, worker_id: WorkerId, error: EngineError, job: Job | None = None, path: str = ""
+    ) -> None:
+        """Blame the request (its part ``path``), or find out whether the engine is gone.
+
+        A slow one is not.
+        """
         level = logging.WARNING if error.retryable else logging.INFO
         logger.log(level, "%s, request %s: %s", worker_id, job.request_id if job else "-", error)
-        if not error.retryable:
-            if job is not None:
-                job.error = ApiError(400, str(error))
-            return
-        await self.probe(worker_id)
+        if error.retryable:
+            await self.probe(worker_id)
+        elif job is not None:
+            text = f"{path}: {error}" if path else str(error)
+            job.error = ApiError(400, text, path or None)
 
     async def probe(self, worker_id: WorkerId) -> None:
         """Give up an engine that is gone. One that is slow to say so is not."""
@@ -305,50 +361,101 @@ class Driver:
             self.lose_engine(worker_id)
 
     def _start_encode(self, action: ev.StartEncode) -> None:
-        # Looked up now; a request of a shared batch may end before the task runs.
-        jobs = {item.request_id: self._jobs[item.request_id] for item in action.items}
-        task = asyncio.get_running_loop().create_task(self._encode(action, jobs))
+        now_ns, waits_s = self._clock_ns(), []
+        for entry in action.items:
+            jobs = [self._jobs[waiter.request_id] for waiter in entry.waiters]
+            waits_s.append((now_ns - min(job.wanting_ns for job in jobs)) / NS_PER_S)
+            for job in jobs:
+                job.timeline.setdefault("encode_wait", (now_ns - job.wanting_ns) / NS_PER_S)
+        self.metrics.batch_closed(action, waits_s)
+        task = asyncio.get_running_loop().create_task(self._encode(action))
         task.add_done_callback(lambda _: self._batches.pop(action.batch_id))
-        self._batches[action.batch_id] = task, frozenset(jobs)
+        self._batches[action.batch_id] = task, action
         self._track(action.worker_id, task)
 
-    async def _encode(self, action: ev.StartEncode, jobs: dict[RequestId, Job]) -> None:
-        begin = self._clock_ns()
+    def _jobs_of(self, batch: ev.StartEncode) -> list[Job]:
+        """Everybody who wants something of a batch now, once."""
+        found: dict[RequestId, Job] = {}
+        for entry in batch.items:
+            found |= self._wanting.get(entry.item.key, {})
+        return list(found.values())
+
+    async def _encode(self, action: ev.StartEncode) -> None:
+        begin, folder = self._clock_ns(), self._embeddings.batch(action.batch_id)
+        self.metrics.encoder_busy(action.worker_id, 1, begin)
         try:
-            wanted = [item for item in action.items if item.request_id in self._jobs]
-            calls = [self._encode_call(jobs[item.request_id], item) for item in wanted]
-            await self._engine(action.worker_id).encode(calls)
+            keys = [entry.item.key for entry in action.items if entry.item.key in self._wanting]
+            calls = [self._encode_call(key, folder) for key in keys]
+            if calls:  # else everybody has been given what another request had
+                await self._engine(action.worker_id).encode(calls)
+                self._measure("encode", begin, *self._jobs_of(action))
+            self._hand_over(keys, folder)
+            self._post(ev.EncodeFinished(action.batch_id))
         except EngineError as error:
-            only = jobs.popitem()[1] if len(jobs) == 1 else None  # of several, which is at fault?
-            await self._failed(action.worker_id, only, error)
-            self._post(ev.EncodeFailed(action.batch_id, error.retryable))
-            return
+            await self._encode_failed(action, error)
         except Exception:
             logger.exception("batch %d failed unexpectedly", action.batch_id)
             self._post(ev.EncodeFailed(action.batch_id, retryable=False))
-            return
-        self._measure("encode", begin, *jobs.values())
-        self._post(ev.EncodeFinished(action.batch_id))
+        finally:
+            self.metrics.encoder_busy(action.worker_id, -1, self._clock_ns())
+            self._embeddings.remove(folder)
 
-    def _encode_call(self, job: Job, item: ev.EncodeItem) -> EncodeCall:
+    async def _encode_failed(self, action: ev.StartEncode, error: EngineError) -> None:
+        """Of one item it is known who is at fault; the core looks for it among several."""
+        known = len(action.items) == 1 and not error.retryable
+        blamed = self._jobs_of(action) if known else []
+        key = action.items[0].item.key
+        for job in blamed:
+            await self._failed(action.worker_id, error, job, job.media_parts[job.index(key)].path)
+        if not blamed:
+            await self._failed(action.worker_id, error)
+        self._post(ev.EncodeFailed(action.batch_id, error.retryable))
+
+    def _encode_call(self, key: str, folder: Path) -> EncodeCall:
+        job = next(iter(self._wanting[key].values()))
         assert job.prompt is not None
+        index = job.index(key)
+        return EncodeCall(job.media[index], job.prompt.placeholders[index], folder)
+
+    def _hand_over(self, keys: Iterable[str], folder: Path) -> None:
+        """Give the embeddings to all who want them, also to those who came meanwhile."""
+        made = self._embeddings.made(folder)
+        for key in keys:
+            for job in self._wanting.pop(key, {}).values():
+                if key in made:
+                    self._give(job, key, made[key])
+
+    def _give(self, job: Job, key: str, file: Path) -> bool:
+        """Whether the file is still there."""
         if job.folder is None:
-            job.folder = self._folder / job.request_id
-            job.folder.mkdir(mode=0o700)
-        return EncodeCall(job.media[item.index], job.prompt.placeholders[item.index], job.folder)
+            job.folder = self._embeddings.request(job.request_id)
+        linked = self._embeddings.link(file, job.folder)
+        if linked is not None:
+            self._files.setdefault(key, {})[job.request_id] = linked
+        return linked is not None
+
+    def _take_files(self, job: Job) -> None:
+        for item in job.prompt.items if job.prompt else ():
+            files = self._files.get(item.key, {})
+            files.pop(job.request_id, None)
+            if not files:
+                self._files.pop(item.key, None)
 
     async def _prefill(self, job: Job, action: ev.StartPrefill) -> None:
         assert job.prompt is not None
         begin = self._clock_ns()
         leg = (job.request_id, action.leg, action.attempt)
+        if job.prompt.items and job.folder is None:  # prefill says that they are missing
+            job.folder = self._embeddings.request(job.request_id)
         try:
             engine = self._engine(action.worker_id)
             prefilled = await engine.prefill(job.prompt.for_leg(action.leg), job.folder)
         except EmbeddingMissingError:
+            self._want(job, again=True)
             self._post(ev.EmbeddingMissing(*leg))
             return
         except EngineError as error:
-            await self._failed(action.worker_id, job, error)
+            await self._failed(action.worker_id, error, job)
             self._post(ev.PrefillFailed(*leg, retryable=error.retryable))
             return
         self._measure("prefill", begin, job)
@@ -370,9 +477,11 @@ class Driver:
         leg = (job.request_id, action.leg, action.attempt)
         prefill_id, handle = job.handles.pop((action.leg, action.attempt))
         prompt, num_pieces, held = job.prompt.for_leg(action.leg), 0, []
+        pace = Pace(begin)
         try:
             async for delta in self._engine(action.worker_id).decode(prompt, handle):
                 num_pieces += 1
+                pace.piece(delta, self._clock_ns())
                 if num_pieces == 1 and (job.stream or delta.choice is None):
                     self._measure("first token", begin, job)
                     self._see_first_token(job)
@@ -384,8 +493,9 @@ class Driver:
                 await job.outputs.room()
                 self._deliver(job, action.leg, delta)
                 await job.outputs.room()  # what is not read now is kept by the engine
+                pace.resume(self._clock_ns())
         except EngineError as error:
-            await self._failed(action.worker_id, job, error)
+            await self._failed(action.worker_id, error, job)
             constrained = "structured_outputs" in prompt.sampling
             if error.status == 500 and constrained and not num_pieces:
                 error = await self._blame_format(job, error, action.worker_id, prefill_id)
@@ -396,7 +506,7 @@ class Driver:
         for delta in held:
             self._deliver(job, action.leg, delta)
         self._measure("decode", begin, job)
-        self._post(ev.DecodeFinished(*leg))
+        self._post(ev.DecodeFinished(*leg, pace.decode_s, pace.tpot_s))
         self._flush()  # it is delivered: the loss of the engine must not come first
 
     async def _blame_format(

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from easerve.engines.protocol import Delta, Media, Prompt, Route
 from easerve.serve.errors import ApiError
-from easerve.types import RequestId, WorkerId
+from easerve.types import NS_PER_S, RequestId, WorkerId
 
 MAX_UNREAD = 1024  # tokens of an answer that wait for a slow client; then decode's stream waits
 
@@ -70,6 +70,45 @@ class Outputs:
 
 
 @dataclass(slots=True)
+class Pace:
+    """How fast an engine decodes one leg, without the time that it waited for the client.
+
+    ``since_ns``: when its work on the next piece began. ``decode_ns``: its work up to the last one,
+    ``first_ns`` up to the first.
+    """
+
+    since_ns: int
+    decode_ns: int = 0
+    first_ns: int | None = None
+    num_first: int = 0
+    num_tokens: int = 0
+
+    def piece(self, delta: Delta, now_ns: int) -> None:
+        """One more piece has come."""
+        self.num_tokens = delta.num_tokens(self.num_tokens)
+        self.decode_ns += now_ns - self.since_ns
+        self.since_ns = now_ns
+        if self.first_ns is None:
+            self.first_ns, self.num_first = self.decode_ns, self.num_tokens
+
+    def resume(self, now_ns: int) -> None:
+        """The client has room for the next piece."""
+        self.since_ns = now_ns
+
+    @property
+    def decode_s(self) -> float:
+        return self.decode_ns / NS_PER_S
+
+    @property
+    def tpot_s(self) -> float:
+        """After the first piece; of an answer that came in one piece, from the begin on."""
+        later = self.num_tokens - self.num_first
+        if later > 0 and self.first_ns is not None:
+            return (self.decode_ns - self.first_ns) / later / NS_PER_S
+        return self.decode_s / max(1, self.num_tokens)
+
+
+@dataclass(slots=True)
 class Job:
     """One prompt on its way. ``timeline``: stamps in seconds since it was received.
 
@@ -95,10 +134,17 @@ class Job:
     error: ApiError | None = None
     withdrawn: bool = False
     received_ns: int = 0
+    wanting_ns: int = 0
+    """When it began to wait for its embeddings."""
     decoded_bytes: int = 0
     num_tokens: dict[int, int] = field(default_factory=dict)
     """Of the answer so far, by leg."""
     timeline: dict[str, float] = field(default_factory=dict)
+
+    def index(self, key: str) -> int:
+        """Of the first item with a key."""
+        assert self.prompt is not None
+        return [item.key for item in self.prompt.items].index(key)
 
     def count(self, leg: int, delta: Delta) -> None:
         """A piece goes to the client."""

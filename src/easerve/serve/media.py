@@ -34,7 +34,7 @@ class MediaError(Exception):
 
 
 class Picture(msgspec.Struct):
-    """``key``: sha256 of size and pixels. ``url``: the pixels in a lossless data URL."""
+    """``key``: sha256 of options, size and pixels. ``url``: the pixels in a lossless data URL."""
 
     key: str
     url: str
@@ -45,6 +45,7 @@ class Picture(msgspec.Struct):
 class Job(msgspec.Struct):
     url: str
     max_pixels: int
+    options: str
 
 
 class Result(msgspec.Struct):
@@ -102,12 +103,15 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def prepare(url: str, max_pixels: int) -> Picture:
-    """Check and decode what a client sent. Raises MediaError."""
+def prepare(url: str, max_pixels: int, options: str = "") -> Picture:
+    """Check and decode what a client sent. Raises MediaError.
+
+    ``options``: everything besides the pixels that changes the embedding.
+    """
     content = parse_data_url(url)
     image = decode(content, max_pixels)
     pixels = image.tobytes()
-    digest = hashlib.sha256(f"{image.width}x{image.height}:".encode() + pixels)
+    digest = hashlib.sha256(f"{options}{image.width}x{image.height}:".encode() + pixels)
     # Uncompressed is fastest, but a tiny file must not become a huge one that the router holds.
     form = "bmp" if len(pixels) <= MAX_GROWTH * len(content) else "png"
     file = io.BytesIO()
@@ -131,7 +135,7 @@ def main() -> None:
     while (frame := _read(sys.stdin.buffer)) is not None:
         job = decoder.decode(frame)
         try:
-            result = Result(picture=prepare(job.url, job.max_pixels))
+            result = Result(picture=prepare(job.url, job.max_pixels, job.options))
         except MediaError as error:
             result = Result(error=str(error))
         except MemoryError:

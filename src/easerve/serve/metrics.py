@@ -1,14 +1,18 @@
 """Prometheus metrics of the router. The engines' own are theirs."""
 
+from collections.abc import Iterable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from easerve.policy.core import Core
-from easerve.types import Stage
+from easerve.policy.events import StartEncode
+from easerve.types import NS_PER_S, Stage, WorkerId
 
 SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0),
 )
+ITEMS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
 class Metrics:
@@ -44,12 +48,72 @@ class Metrics:
             "easerve_queue_length", "Work that waits", ["stage"], registry=self.registry
         )
         self._workers = Gauge("easerve_workers", "Engines", ["stage"], registry=self.registry)
+        self._batch_items = Histogram(
+            "easerve_encode_batch_items",
+            "Items in one call to an encoder",
+            buckets=ITEMS,
+            registry=self.registry,
+        )
+        self._encode_wait = seconds("encode_wait", "From the encode queue into a batch, an item")
+        self._batches = Counter(
+            "easerve_encode_batches",
+            "Calls to encoders, by why the batch was closed",
+            ["reason"],
+            registry=self.registry,
+        )
+        self._held = Counter(
+            "easerve_encode_held_seconds",
+            "Time that batches were held back for lack of credit",
+            ["stage"],
+            registry=self.registry,
+        )
+        self._busy = Counter(
+            "easerve_encode_busy_seconds",
+            "Time that an encoder worked; its rate is the busy share",
+            ["worker"],
+            registry=self.registry,
+        )
+        self._busy_since: dict[WorkerId, tuple[int, int]] = {}
+        self._rate = Gauge(
+            "easerve_encode_arrivals_per_second",
+            "Estimated arrival rate of requests with media",
+            registry=self.registry,
+        )
+        self._cv = Gauge(
+            "easerve_encode_arrivals_cv_ratio",
+            "Coefficient of variation of their gaps",
+            registry=self.registry,
+        )
+        self._queue_s = Gauge(
+            "easerve_encode_queue_seconds",
+            "Time until what waits for Encode has passed it",
+            registry=self.registry,
+        )
         self._backlog = Gauge(
             "easerve_backlog_tokens", "Tokens at an engine", ["worker"], registry=self.registry
         )
 
-    def render(self, core: Core) -> bytes:
+    def batch_closed(self, batch: StartEncode, waits_s: Iterable[float]) -> None:
+        """A call to an encoder begins; its items have waited so long."""
+        self._batch_items.observe(len(batch.items))
+        self._batches.labels(batch.decision.reason).inc()
+        if batch.decision.held_by:
+            self._held.labels(batch.decision.held_by).inc(batch.decision.held_s)
+        for wait_s in waits_s:
+            self._encode_wait.observe(wait_s)
+
+    def encoder_busy(self, worker_id: WorkerId, change: int, now_ns: int) -> None:
+        """A call to an encoder begins (1) or ends (-1). Calls at one time count once."""
+        num_calls, since_ns = self._busy_since.get(worker_id, (0, now_ns))
+        if num_calls:
+            self._busy.labels(worker_id).inc((now_ns - since_ns) / NS_PER_S)
+        self._busy_since[worker_id] = num_calls + change, now_ns
+
+    def render(self, core: Core, now_ns: int) -> bytes:
         """The text form, with the gauges read from the core now."""
+        self._rate.set(core.arrivals.rate_per_s(now_ns))
+        self._cv.set(core.arrivals.cv)
+        self._queue_s.set(core.queue_s())
         self._open.set(core.num_open)
         for stage, length in core.queue_lengths().items():
             self._queue.labels(stage.value).set(length)

@@ -14,10 +14,13 @@ PASSED_ON = ("LANG", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH")  # no secrets to t
 
 
 class PreparationPool:
-    """``num_workers`` processes, replaced when they die or hang; the last used is used first."""
+    """``num_workers`` processes, replaced when they die or hang; the last used is used first.
 
-    def __init__(self, num_workers: int, max_pixels: int) -> None:
-        self._max_pixels = max_pixels
+    ``options`` go into every key, see ``media.prepare``.
+    """
+
+    def __init__(self, num_workers: int, max_pixels: int, options: str = "") -> None:
+        self._max_pixels, self._options = max_pixels, options
         self._idle: asyncio.Queue[asyncio.subprocess.Process | None] = asyncio.LifoQueue()
         for _ in range(num_workers):
             self._idle.put_nowait(None)
@@ -31,7 +34,7 @@ class PreparationPool:
             if worker is None or worker.returncode is not None:
                 worker = await self._start()
             async with asyncio.timeout(TIMEOUT_S):
-                result = await self._ask(worker, Job(url, self._max_pixels))
+                result = await self._ask(worker, Job(url, self._max_pixels, self._options))
             answered = True
         except TimeoutError:
             raise MediaError(f"the picture could not be decoded in {TIMEOUT_S:g} s") from None

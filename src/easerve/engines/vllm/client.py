@@ -77,8 +77,11 @@ class VllmEngine:
         socket: Path,
         model: str,
         media_at_prefill: bool = False,
+        num_slots: int = 256,
+        max_batch_tokens: int = 2048,
     ) -> None:
         self.worker_id, self.stage, self._model = worker_id, stage, model
+        self.num_slots, self.max_batch_tokens = num_slots, max_batch_tokens
         self._media_at_prefill = media_at_prefill
         self._session = aiohttp.ClientSession(
             "http://engine",
@@ -206,6 +209,19 @@ class VllmEngine:
             return False if error.os_error.errno in NOBODY_LISTENS else None
         except (aiohttp.ClientError, OSError, TimeoutError):
             return None
+
+    async def learn_limits(self) -> int:
+        """The engine's max_model_len, which bounds the tokens of one call as well."""
+        try:
+            async with self._session.get("/v1/models") as response:
+                first, *_ = msgspec.json.decode(await response.read())["data"]
+                max_model_len = int(first["max_model_len"])
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._unreachable(error) from error
+        except (msgspec.MsgspecError, LookupError, TypeError, ValueError):
+            raise EngineError(f"{self.worker_id} does not say its max_model_len") from None
+        self.max_batch_tokens = min(self.max_batch_tokens, max_model_len - 1)
+        return max_model_len
 
     async def metrics(self) -> str:
         try:

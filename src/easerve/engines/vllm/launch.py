@@ -22,6 +22,7 @@ SITE = Path(__file__).parent / "site"
 CPU_KV_CACHE_BYTES = 64 << 20
 MAX_SOCKET_PATH = 107  # sun_path of a Unix socket, less the closing zero
 PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+ENCODE_BATCH_TOKENS = 8192  # the budget of one encoder forward, and the size of its cache
 NO_MEDIA = {"image": 0, "video": 0, "audio": 0}
 
 
@@ -114,13 +115,14 @@ def _arguments(
     default_kv_cache = CPU_KV_CACHE_BYTES if cpu else None
     takes_media = stage is Stage.ENCODE or (media_at_prefill and stage is Stage.PREFILL)
     processor = takes_media and engine.mm_processor_kwargs
+    batch_tokens = ENCODE_BATCH_TOKENS if stage is Stage.ENCODE else None
     yield from ("--model", deployment.model, "--served-model-name", deployment.name)
     yield from ("--uds", str(address), "--enable-scale-out", "--disable-uvicorn-access-log")
     yield from ("--dtype", engine.dtype)
     optional: dict[str, Any] = {
         "--max-model-len": engine.max_model_len,
         "--max-num-seqs": section.max_num_seqs,
-        "--max-num-batched-tokens": section.max_num_batched_tokens,
+        "--max-num-batched-tokens": section.max_num_batched_tokens or batch_tokens,
         "--kv-cache-memory-bytes": section.kv_cache_memory or default_kv_cache,
         "--chat-template": engine.chat_template,
         "--tool-call-parser": engine.tool_call_parser,

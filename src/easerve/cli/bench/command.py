@@ -1,0 +1,200 @@
+"""Brings up a deployment for a bench, shows progress, prints what came of it."""
+
+import asyncio
+import json
+import sys
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvloop
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from easerve.bench import report
+from easerve.bench.client import LoadError
+from easerve.cli.bench import encode, flow, shown
+from easerve.cli.bench.load import Bench
+from easerve.cli.bench.recorder import Recorder
+from easerve.cli.bench.stage import EncodeStage
+from easerve.cli.demo import DEFAULT_DEPLOYMENT
+from easerve.cli.deploy import Service, raise_file_limit, service, stop_signals
+from easerve.cli.progress import StartProgress
+from easerve.cluster.local import EngineStartError
+from easerve.config import ConfigError, Deployment, build, merge, read_file
+from easerve.engines.protocol import EngineError
+from easerve.serve.media import prepare
+from easerve.types import Stage
+from easerve.workload import mix
+
+Tick = Callable[[str], None]
+Measure = Callable[[Service, Recorder, Tick], Awaitable[encode.Result]]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """``html``: where the report goes, if anywhere."""
+
+    as_json: bool
+    html: Path | None
+
+
+def read(path: Path | None) -> Deployment:
+    """The deployment to measure, on a free port of loopback."""
+    if path is None and not DEFAULT_DEPLOYMENT.exists():
+        raise ConfigError("the tiny model comes with the repository: name a deployment file")
+    path = path or DEFAULT_DEPLOYMENT
+    content = merge(read_file(path), {"server": {"port": 0, "host": "127.0.0.1"}})
+    return build(content, str(path))
+
+
+def names(option: str, text: str, known: Collection[str]) -> list[str]:
+    """The value of an option that lists names. Raises ConfigError."""
+    given = [name.strip() for name in text.split(",")]
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"--{option}: {name!r} is none of {', '.join(known)}")
+    return list(dict.fromkeys(given))
+
+
+def numbers(option: str, text: str, least: float = 1e-3, most: float = 1e6) -> list[float]:
+    """The value of an option that lists numbers. Raises ConfigError."""
+    try:
+        given = [float(number) for number in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--{option}: {text!r} is not a list of numbers") from None
+    for number in given:
+        if not least <= number <= most:
+            raise ConfigError(f"--{option}: {number:g} is not from {least:g} to {most:g}")
+    return given
+
+
+def bench_encode(deployment: Deployment, plan: encode.Plan, output: Output) -> int:
+    """The exit code."""
+
+    async def measure(running: Service, recorder: Recorder, tick: Tick) -> encode.Result:
+        bench = Bench(running, recorder, mix.Mix(), plan.seed)
+        stage = await _stage(running)
+        return await encode.EncodeBench(plan, stage, bench, tick).run()
+
+    return _run(deployment, plan.num_runs, measure, shown.of_encode, output)
+
+
+def bench_flow(deployment: Deployment, plan: flow.Plan, output: Output) -> int:
+    """The exit code."""
+
+    async def measure(running: Service, recorder: Recorder, tick: Tick) -> encode.Result:
+        tokens = (plan.num_tokens, plan.num_tokens)
+        bench = Bench(running, recorder, mix.Mix(num_output_tokens=tokens), plan.seed)
+        engines = await flow.on_engines(plan, bench, tick)
+        return {"engines": engines, "modelled": flow.modelled(plan)}
+
+    return _run(deployment, plan.num_runs, measure, shown.of_flow, output)
+
+
+def _run(
+    deployment: Deployment,
+    num_runs: int,
+    measure: Measure,
+    sections: Callable[[encode.Result], Sequence[report.Section]],
+    output: Output,
+) -> int:
+    raise_file_limit()
+    console = Console(stderr=output.as_json)
+    if output.html is not None:
+        _check_writable(output.html)
+    try:
+        result = uvloop.run(_measured(deployment, num_runs, measure, console))
+    except (EngineStartError, EngineError, LoadError) as error:
+        print(f"easerve: {error}", file=sys.stderr)
+        return 1
+    if result is None:
+        print("easerve: ended before there was a result", file=sys.stderr)
+        return 130
+    found = sections(result)
+    if output.as_json:
+        print(json.dumps(result))
+    else:
+        _print(found, console)
+    if output.html is not None:
+        output.html.write_text(report.html("EAServe bench", found))
+        console.print(f"report: {output.html}", soft_wrap=True)
+    return 0
+
+
+def _check_writable(path: Path) -> None:
+    """Before minutes of measuring, not after."""
+    try:
+        with path.open("a"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+
+
+async def _measured(
+    deployment: Deployment, num_runs: int, measure: Measure, console: Console
+) -> encode.Result | None:
+    """None when it was asked to stop."""
+    main = asyncio.current_task()
+    assert main is not None
+
+    def stop() -> None:
+        if not main.cancelling():
+            main.cancel()
+
+    recorder = Recorder()
+    with stop_signals(stop):
+        try:
+            with StartProgress(console) as starting:
+                async with service(deployment, starting, lambda *_: None, recorder) as running:
+                    starting.close()
+                    with _progress(console) as progress:
+                        task = progress.add_task("", total=num_runs)
+
+                        def tick(text: str) -> None:
+                            progress.update(task, description=text)
+                            progress.advance(task)
+
+                        return await measure(running, recorder, tick)
+        except asyncio.CancelledError:
+            return None
+
+
+def _progress(console: Console) -> Progress:
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    text = TextColumn("{task.description}")
+    return Progress(text, *columns, console=console, disable=not console.is_terminal)
+
+
+async def _stage(running: Service) -> EncodeStage:
+    """The running encoders, and a prompt with one picture as they render it."""
+    encoders = [e for e in running.driver.engines() if e.stage is Stage.ENCODE]
+    request = mix.request(mix.Mix(), seed=0, index=0)
+    (url,) = (p["image_url"]["url"] for p in request.content if p["type"] == "image_url")
+    picture = prepare(url, encode.MAX_PIXELS)
+    content = [
+        {"type": "image_url", "image_url": {"url": picture.url}, "uuid": picture.key},
+        {"type": "text", "text": "?"},
+    ]
+    messages = [{"role": "user", "content": content}]
+    prompt = await encoders[0].render({"model": running.deployment.name, "messages": messages})
+    pids = list(running.cluster.pids.values())
+    return EncodeStage(encoders, prompt, pids, running.cluster.folders.shm)
+
+
+def _print(sections: Sequence[report.Section], console: Console) -> None:
+    for section in sections:
+        for part in section.parts:
+            if isinstance(part, report.Table):
+                console.print(_rich(part))
+        console.print(section.text + "\n", highlight=False)
+
+
+def _rich(table: report.Table) -> Table:
+    rich = Table(title=table.title, title_justify="left")
+    for number, column in enumerate(table.columns):
+        rich.add_column(column, justify="left" if number == 0 else "right")
+    for row in table.rows:
+        rich.add_row(*map(report.shown, row))
+    return rich

@@ -1,0 +1,10 @@
+from .scenario import LIMITS, request
+
+
+def test_a_first_token_is_due_when_it_is_promised() -> None:
+    assert request("r", received_ns=7).due_ns(ttft_slo_s=2e-9) == 9
+
+
+def test_without_a_promise_it_is_due_when_the_request_times_out() -> None:
+    asked = request("r", received_ns=7)
+    assert asked.due_ns(ttft_slo_s=None) == asked.deadline_ns == 7 + LIMITS.request_timeout_ns
