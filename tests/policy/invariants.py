@@ -63,14 +63,16 @@ class Checked(Model):
     def check_turn(self, batch: ev.StartEncode) -> None:
         """Only a full batch runs ahead, and none overtakes an item that has waited too long."""
         knobs = self.core.knobs
+        entries = self.core._encoding._batches[batch.batch_id].entries
         num_ahead = sum(other.worker_id == batch.worker_id for other in self.batches.values())
         assert num_ahead <= knobs.run_ahead
-        assert not num_ahead or batch.decision.reason == FULL
+        if num_ahead:
+            assert batch.decision.reason == FULL
+            assert not any(entry.suspects for entry in entries)
         if knobs.order is Order.FIFO and not (knobs.flow or knobs.spread):
-            encoding = self.core._encoding
-            first = min(entry.number for entry in encoding._batches[batch.batch_id].entries)
+            first = min(entry.number for entry in entries)
             patience_ns = 0 if knobs.when == "greedy" else HARD_TIMEOUT_NS
-            for left in chain(*encoding._queues.values()):
+            for left in chain(*self.core._encoding._queues.values()):
                 has_patience = self.now_ns < left.since_ns + patience_ns
                 assert left.number > first or has_patience, "overtaken"
 

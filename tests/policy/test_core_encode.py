@@ -215,6 +215,14 @@ def test_text_does_not_wait_behind_pictures_for_an_encoder() -> None:
     assert start_text(busy, "t2") == [], "there are three slots"
 
 
+def test_text_does_not_wait_behind_pictures_for_an_encoder_that_is_gone() -> None:
+    gone = one_slot()
+    gone.ask("r", "a")
+    gone.ask("s", "b")
+    gone.tell(ev.WorkerLost(E0), ev.ClientCancelled(R))
+    assert start_text(gone, "t") == ["t"]
+
+
 def test_the_tpot_promise_bounds_how_many_legs_pass() -> None:
     promised = slow_scenario(tpot_slo_s=0.03)
     names = [RequestId(str(number)) for number in range(20)]

@@ -315,5 +315,5 @@ class Driver(RuleBasedStateMachine):
 
 TestDriver = Driver.TestCase
 TestDriver.settings = settings(
-    deadline=None, derandomize=True, max_examples=150, stateful_step_count=60
+    deadline=None, derandomize=True, max_examples=80, stateful_step_count=60
 )

@@ -391,6 +391,7 @@ def test_suspects_get_no_company_and_wait_for_none() -> None:
     fail(encoding, B1)
     assert offered(encoding) == ["a b", "c", "d"]
     assert [each.full for each in offers(encoding)] == [True, True, False]
+    assert [each.may_run_ahead for each in offers(encoding, max_items=1)] == [False, False, True]
 
 
 def test_items_that_are_tried_again_keep_their_place() -> None:

@@ -149,6 +149,15 @@ def test_without_running_ahead_a_full_batch_waits_for_the_encoder() -> None:
     assert sent(behind.tell(finished(1))) == [(E0, "c d", "full")]
 
 
+def test_suspects_do_not_run_ahead_and_nothing_overtakes_them() -> None:
+    ahead = slow_scenario(max_batch_items=2, run_ahead=1)
+    ahead.ask("r", "a", "b")
+    ahead.ask("s", "c", "d")
+    assert sent(ahead.tell(for_good(1))) == []
+    assert ahead.ask("t", "e", "f") == []
+    assert sent(ahead.tell(finished(2))) == [(E0, "a", "full")]
+
+
 def test_no_batch_runs_ahead_while_an_encoder_is_idle() -> None:
     ahead = slow_scenario(E0, E1, P0, D0, max_batch_items=1, run_ahead=1)
     assert ahead.ask("r", "a") == [(E0, "a", "full")]

@@ -85,15 +85,10 @@ def knobs_for(rule: str, random: Random) -> Knobs:
 @pytest.mark.parametrize("rule", RULES)
 def test_everything_is_served_and_nothing_waits_in_vain(rule: str, trace: str) -> None:
     random = Random(f"{rule} {trace}")
-    for _ in range(2):
-        num_slots = random.choice([3, 256])
-        decode = joined(D0, num_slots=num_slots)
-        encoders = [joined(E0, max_batch_tokens=400), joined(E1, max_batch_tokens=2048)]
-        world = World(
-            knobs_for(rule, random),
-            COSTS,
-            [*encoders[: random.choice([1, 2])], joined(P0), joined(P1), decode],
-        )
-        world.run(arrivals(trace, random))
-        assert list(world.model.ends.values()) == ["complete"] * NUM_REQUESTS
-        assert world.num_steps < 50 * NUM_REQUESTS
+    encoders = [joined(E0, max_batch_tokens=400), joined(E1, max_batch_tokens=2048)]
+    decode = joined(D0, num_slots=random.choice([3, 256]))
+    engines = [*encoders[: random.choice([1, 2])], joined(P0), joined(P1), decode]
+    world = World(knobs_for(rule, random), COSTS, engines)
+    world.run(arrivals(trace, random))
+    assert list(world.model.ends.values()) == ["complete"] * NUM_REQUESTS
+    assert world.num_steps < 50 * NUM_REQUESTS

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -203,6 +204,12 @@ async def test_what_is_not_declared_json_is_refused(server: Server) -> None:
 
 
 # While requests run -------------------------------------------------------------------------------
+
+
+async def test_knobs_are_in_force_when_turning_returns(server: Server) -> None:
+    for when in ("gap", "none"):
+        server.driver.turn(replace(server.core.knobs, when=when))
+        assert server.core.knobs.when == when
 
 
 async def test_a_rule_is_in_force_for_what_waits_already(serve: Serve) -> None:

@@ -11,7 +11,7 @@ import itertools
 import logging
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -71,8 +71,6 @@ class Driver:
         self._rendering: dict[WorkerId, int] = {}
         self._jobs: dict[RequestId, Job] = {}
         self.timelines: OrderedDict[str, dict[str, float]] = OrderedDict()  # of the last requests
-        self._wanting: dict[str, dict[RequestId, Job]] = {}  # who waits for an item, by its key
-        self._files: dict[str, dict[RequestId, Path]] = {}  # who has its embedding, and where
         self._batches: dict[BatchId, tuple[asyncio.Task[None], ev.StartEncode]] = {}
         self._calls: defaultdict[WorkerId, set[asyncio.Task[None]]] = defaultdict(set)
         self._events: list[ev.Event] = []
@@ -232,37 +230,15 @@ class Driver:
     def _stop(self, job: Job) -> None:
         for task in job.tasks.values():
             task.cancel()
-        self._want_no_more(job)
+        self._embeddings.want_no_more(job)
         for task, batch in self._batches.values():
-            if not any(self._wanting.get(entry.item.key) for entry in batch.items):
+            if not any(self._embeddings.wanting(entry.item.key) for entry in batch.items):
                 task.cancel()
-
-    def _want(self, job: Job, again: bool = False) -> None:
-        """Every item: what others have now, what is being encoded when it is there.
-
-        ``again``: it had them and they are lost, so that nobody's are trusted.
-        """
-        assert job.prompt is not None
-        job.wanting_ns = self._clock_ns()
-        for item in job.prompt.items:
-            files = {} if again else self._files.get(item.key, {})
-            if not any(self._give(job, item.key, file) for file in [*files.values()]):
-                self._wanting.setdefault(item.key, {})[job.request_id] = job
-
-    def _want_no_more(self, job: Job) -> None:
-        for item in job.prompt.items if job.prompt else ():
-            jobs = self._wanting.get(item.key, {})
-            jobs.pop(job.request_id, None)
-            if not jobs:
-                self._wanting.pop(item.key, None)
 
     def _finish(self, job: Job, outcome: str, error: ApiError | None = None) -> None:
         del self._jobs[job.request_id]
-        self._want_no_more(job)
+        self._embeddings.close(job)
         self._decoded_bytes -= job.decoded_bytes
-        if job.folder is not None:
-            self._take_files(job)
-            self._embeddings.remove(job.folder)
         for _, handle in job.handles.values():
             assert job.prompt is not None
             self._release(job.prompt, handle)
@@ -290,7 +266,8 @@ class Driver:
             self._post(ev.PrepareFailed(job.request_id))
             return
         self._measure("prepare", begin, job)
-        self._want(job)
+        job.wanting_ns = self._clock_ns()
+        self._embeddings.want(job)
         shape = Shape(len(prompt.token_ids), prompt.max_new_tokens, prompt.items)
         self._post(ev.Prepared(job.request_id, shape))
 
@@ -375,21 +352,19 @@ class Driver:
 
     def _jobs_of(self, batch: ev.StartEncode) -> list[Job]:
         """Everybody who wants something of a batch now, once."""
-        found: dict[RequestId, Job] = {}
-        for entry in batch.items:
-            found |= self._wanting.get(entry.item.key, {})
-        return list(found.values())
+        jobs = (job for entry in batch.items for job in self._embeddings.wanting(entry.item.key))
+        return list({job.request_id: job for job in jobs}.values())
 
     async def _encode(self, action: ev.StartEncode) -> None:
-        begin, folder = self._clock_ns(), self._embeddings.batch(action.batch_id)
+        begin, folder = self._clock_ns(), self._embeddings.open_batch(action.batch_id)
         self.metrics.encoder_busy(action.worker_id, 1, begin)
         try:
-            keys = [entry.item.key for entry in action.items if entry.item.key in self._wanting]
+            keys = [e.item.key for e in action.items if self._embeddings.wanting(e.item.key)]
             calls = [self._encode_call(key, folder) for key in keys]
             if calls:  # else everybody has been given what another request had
                 await self._engine(action.worker_id).encode(calls)
                 self._measure("encode", begin, *self._jobs_of(action))
-            self._hand_over(keys, folder)
+            self._embeddings.hand_over(keys, folder)
             self._post(ev.EncodeFinished(action.batch_id))
         except EngineError as error:
             await self._encode_failed(action, error)
@@ -398,7 +373,7 @@ class Driver:
             self._post(ev.EncodeFailed(action.batch_id, retryable=False))
         finally:
             self.metrics.encoder_busy(action.worker_id, -1, self._clock_ns())
-            self._embeddings.remove(folder)
+            self._embeddings.close_batch(folder)
 
     async def _encode_failed(self, action: ev.StartEncode, error: EngineError) -> None:
         """Of one item it is known who is at fault; the core looks for it among several."""
@@ -412,46 +387,22 @@ class Driver:
         self._post(ev.EncodeFailed(action.batch_id, error.retryable))
 
     def _encode_call(self, key: str, folder: Path) -> EncodeCall:
-        job = next(iter(self._wanting[key].values()))
+        job = next(iter(self._embeddings.wanting(key)))
         assert job.prompt is not None
         index = job.index(key)
         return EncodeCall(job.media[index], job.prompt.placeholders[index], folder)
-
-    def _hand_over(self, keys: Iterable[str], folder: Path) -> None:
-        """Give the embeddings to all who want them, also to those who came meanwhile."""
-        made = self._embeddings.made(folder)
-        for key in keys:
-            for job in self._wanting.pop(key, {}).values():
-                if key in made:
-                    self._give(job, key, made[key])
-
-    def _give(self, job: Job, key: str, file: Path) -> bool:
-        """Whether the file is still there."""
-        if job.folder is None:
-            job.folder = self._embeddings.request(job.request_id)
-        linked = self._embeddings.link(file, job.folder)
-        if linked is not None:
-            self._files.setdefault(key, {})[job.request_id] = linked
-        return linked is not None
-
-    def _take_files(self, job: Job) -> None:
-        for item in job.prompt.items if job.prompt else ():
-            files = self._files.get(item.key, {})
-            files.pop(job.request_id, None)
-            if not files:
-                self._files.pop(item.key, None)
 
     async def _prefill(self, job: Job, action: ev.StartPrefill) -> None:
         assert job.prompt is not None
         begin = self._clock_ns()
         leg = (job.request_id, action.leg, action.attempt)
-        if job.prompt.items and job.folder is None:  # prefill says that they are missing
-            job.folder = self._embeddings.request(job.request_id)
         try:
             engine = self._engine(action.worker_id)
-            prefilled = await engine.prefill(job.prompt.for_leg(action.leg), job.folder)
+            folder = self._embeddings.folder(job)
+            prefilled = await engine.prefill(job.prompt.for_leg(action.leg), folder)
         except EmbeddingMissingError:
-            self._want(job, again=True)
+            job.wanting_ns = self._clock_ns()
+            self._embeddings.want(job, again=True)
             self._post(ev.EmbeddingMissing(*leg))
             return
         except EngineError as error:

@@ -168,9 +168,7 @@ class FileConnector(ECConnectorBase):
         try:
             part.write_bytes(safetensors.torch.save(embeddings))
             for item in items:
-                name = folder / f"{item}.safetensors"
-                name.unlink(missing_ok=True)
-                name.hardlink_to(part)
+                os.link(part, folder / f"{item}.safetensors")
             part.unlink()
         except OSError as error:
             logger.warning("embeddings not published: %s", error)
