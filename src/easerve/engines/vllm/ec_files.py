@@ -15,6 +15,7 @@ half reads the file when the request is about to be scheduled and hands the tens
 with the step, so that nobody depends on the file after that.
 """
 
+import contextlib
 import os
 import time
 from dataclasses import dataclass, field
@@ -168,7 +169,8 @@ class FileConnector(ECConnectorBase):
         try:
             part.write_bytes(safetensors.torch.save(embeddings))
             for item in items:
-                os.link(part, folder / f"{item}.safetensors")
+                with contextlib.suppress(FileExistsError):
+                    os.link(part, folder / f"{item}.safetensors")
             part.unlink()
         except OSError as error:
             logger.warning("embeddings not published: %s", error)
