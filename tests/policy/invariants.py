@@ -1,11 +1,11 @@
 """What must hold of a core, whatever it is told; asserted at each step of a ``Model``."""
 
+from copy import deepcopy
 from itertools import chain
 
 from easerve.policy import events as ev
 from easerve.policy.batching import FULL, HARD_TIMEOUT_NS
 from easerve.policy.encoding import Encoding, Entry
-from easerve.policy.flow import Load, credit
 from easerve.policy.knobs import Order
 from easerve.policy.lifecycle import RequestState
 from easerve.types import Reason, Stage, WorkerId
@@ -99,13 +99,13 @@ class Checked(Model):
     def check_numbers(self) -> None:
         core, requests = self.core, self.core._requests.values()
         preparing = [r for r in requests if r.state is RequestState.PREPARING]
-        assert core._num_preparing == sum(request.num_media for request in preparing)
-        assert core._gate.num_passed == sum(r.num_choices for r in requests if r.passed)
-        assert core._num_waiting == sum(r.num_choices for r in requests if not r.passed)
+        assert core._flow._num_preparing == sum(request.num_media for request in preparing)
+        assert core._flow.gate.num_passed == sum(r.num_choices for r in requests if r.passed)
+        assert core._flow._num_waiting == sum(r.num_choices for r in requests if not r.passed)
         assert core._num_bytes == sum(request.num_bytes for request in requests)
         before = [r for r in requests if not (r.passed or r.state is RequestState.PREPARING)]
-        assert sorted(core._gate._waiting) == sorted(request.request_id for request in before)
-        assert core._gate._num_waiting == sum(request.num_choices for request in before)
+        assert sorted(core._flow.gate._waiting) == sorted(request.request_id for request in before)
+        assert core._flow.gate._num_waiting == sum(request.num_choices for request in before)
         assert not any(r.passed for r in preparing)
 
     def check_queue(self, encoding: Encoding) -> None:
@@ -133,7 +133,7 @@ class Checked(Model):
                 for leg in range(request.received.num_choices):
                     attempt = request.attempts.get(leg, -1)
                     answered = request.answered.get(leg, -2) == attempt
-                    waits = request_id in self.core._gate._waiting
+                    waits = request_id in self.core._flow.gate._waiting
                     assert answered or waits or (request_id, leg, attempt) in self.legs
 
     def check_waits(self) -> None:
@@ -156,9 +156,7 @@ class Checked(Model):
     @property
     def has_credit_for_all(self) -> bool:
         core = self.core
-        load = Load(core._gate.num_passed, core._backlog_s(), core._decode_slots())
-        given = credit(core.knobs, core._times, core._window, load)
-        return core._gate.opening(given, core.knobs).allowed is None
+        return deepcopy(core._flow).opening(core.pool, core._now_ns).allowed is None
 
     def check_waits_beside_an_idle_encoder(self) -> None:
         knobs = self.core.knobs
@@ -192,4 +190,4 @@ class Checked(Model):
         assert not any(kept)
         assert not any([queues.legs, queues.preparations])
         assert not any(worker.work for worker in self.core.pool)
-        assert self.core._batcher.wake_ns is self.core._gate_wake_ns is None
+        assert self.core._batcher.wake_ns is self.core._flow.wake_ns is None

@@ -147,11 +147,12 @@ def test_one_who_shares_an_item_that_is_being_encoded_passes_with_it() -> None:
     assert full.core.queue_lengths()[Stage.ENCODE] == 0
 
 
-def test_who_has_its_embeddings_passes_without_credit() -> None:
+def test_who_has_its_embeddings_by_others_waits_for_credit_all_the_same() -> None:
     full = one_slot()
     full.ask("r", "cat")
     full.ask("s", "cat")
-    assert prefills(full.tell(finished(1))) == ["r", "s"]
+    assert prefills(full.tell(finished(1))) == ["r"]
+    assert prefills(full.tell(ended("r"))) == ["s"]
 
 
 def test_a_request_with_more_choices_than_slots_passes_where_nothing_is_downstream() -> None:

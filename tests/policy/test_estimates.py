@@ -5,7 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from easerve.policy.estimates import GAIN, Line, Mean
+from easerve.costs.linear import LinearCosts
+from easerve.policy.estimates import GAIN, Line, Mean, Times
+
+from .scenario import picture
+
+COSTS = LinearCosts(
+    encode_base_s=0.2, encode_token_s=0.001, prefill_base_s=0.1, prefill_token_s=0.0001
+)
 
 AMOUNTS = st.floats(0, 1e6, allow_subnormal=False)
 SIZES = st.floats(1, 1e6)
@@ -112,3 +119,34 @@ def test_what_a_line_says_is_finite_and_never_negative(
     assert 0 <= found_slope < 1e9
     assert -1e-6 <= found_base < 1e9
     assert line.at(0) == 0.0
+
+
+# Times --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def times() -> Times:
+    return Times(COSTS)
+
+
+def test_times_begin_with_a_guess(times: Times) -> None:
+    assert times.encode.line() == pytest.approx((0.2, 0.001))
+    assert times.prefill_s == pytest.approx(0.2), "of a prompt of a thousand tokens"
+    assert times.prefill_token_s == pytest.approx(0.0002)
+    assert (times.observed_prefill_s, times.decode_s) == (0.0, 0.0)
+
+
+def test_the_first_observation_replaces_the_guess(times: Times) -> None:
+    times.prefilled(0.6, 300)
+    assert (times.prefill_s, times.observed_prefill_s) == (0.6, 0.6)
+    assert times.prefill_token_s == pytest.approx(0.002)
+    times.decoded(3.0)
+    assert times.decode_s == 3.0
+
+
+def test_the_work_of_items_is_counted_in_batches(times: Times) -> None:
+    assert times.items_s(8, 4) == 0.0, "no item has come yet"
+    times.seen(picture("a", 100))
+    assert times.items_s(8, 4) == pytest.approx(2 * (0.2 + 0.4))
+    assert times.items_s(2, 4) == pytest.approx(0.3), "half a batch counts as half of one"
+    assert times.lead_s == pytest.approx(0.3 + 0.2)

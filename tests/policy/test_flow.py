@@ -5,26 +5,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from easerve.costs.linear import LinearCosts
+from easerve.policy.estimates import Times
 from easerve.policy.flow import (
     AGAIN_S,
     CAUTION,
     SHARE_OF_TTFT,
     START,
     UNLIMITED,
-    Credit,
-    Gate,
     Load,
-    Opening,
-    Times,
     Waiting,
     Window,
     credit,
     queue_s,
 )
-from easerve.policy.knobs import Order
-from easerve.policy.state import Request
+from easerve.policy.gate import Credit
 
-from .scenario import DEFAULTS, NONE, picture, request
+from .scenario import DEFAULTS, NONE, picture
 
 COSTS = LinearCosts(
     encode_base_s=0.2,
@@ -41,32 +37,6 @@ EMPTY = Load(num_passed=0, backlog_s=0.0, slots=(4, 4))
 @pytest.fixture
 def times() -> Times:
     return Times(COSTS)
-
-
-# Times --------------------------------------------------------------------------------------------
-
-
-def test_times_begin_with_a_guess(times: Times) -> None:
-    assert times.encode.line() == pytest.approx((0.2, 0.001))
-    assert times.prefill_s == pytest.approx(0.2), "of a prompt of a thousand tokens"
-    assert times.prefill_token_s == pytest.approx(0.0002)
-    assert (times.observed_prefill_s, times.decode_s) == (0.0, 0.0)
-
-
-def test_the_first_observation_replaces_the_guess(times: Times) -> None:
-    times.prefilled(0.6, 300)
-    assert (times.prefill_s, times.observed_prefill_s) == (0.6, 0.6)
-    assert times.prefill_token_s == pytest.approx(0.002)
-    times.decoded(3.0)
-    assert times.decode_s == 3.0
-
-
-def test_the_work_of_items_is_counted_in_batches(times: Times) -> None:
-    assert times.items_s(8, 4) == 0.0, "no item has come yet"
-    times.seen(picture("a", 100))
-    assert times.items_s(8, 4) == pytest.approx(2 * (0.2 + 0.4))
-    assert times.items_s(2, 4) == pytest.approx(0.3), "half a batch counts as half of one"
-    assert times.lead_s == pytest.approx(0.3 + 0.2)
 
 
 # Window -------------------------------------------------------------------------------------------
@@ -205,78 +175,19 @@ def test_with_nothing_downstream_something_may_pass(
     assert credit(knobs, times, window, Load(0, 0.0, slots)).num_legs >= len(slots)
 
 
-# The gate -----------------------------------------------------------------------------------------
-
-
-def gate_with(*requests: Request) -> Gate:
-    gate = Gate()
-    for each in requests:
-        gate.join(each)
-    return gate
-
-
-def admitted(opening: Opening, *requests: Request) -> str:
-    return " ".join(each.request_id for each in requests if opening.admits(each))
-
-
-def test_the_gate_is_open_while_there_is_credit_for_all() -> None:
-    waiting = [request("r", num_choices=2), request("s")]
-    assert gate_with(*waiting).opening(Credit(3), DEFAULTS) == Opening(None, "", None)
-    assert gate_with().opening(Credit(0, "prefill", 0.5), DEFAULTS) == Opening(None, "", None)
-
-
-def test_who_came_first_passes_first_with_all_its_legs() -> None:
-    waiting = request("r", num_choices=2), request("s", "a picture"), request("t")
-    gate = gate_with(*waiting)
-    openings = [gate.opening(Credit(num_legs), DEFAULTS) for num_legs in range(5)]
-    assert [admitted(opening, *waiting) for opening in openings] == ["", "r", "r", "r s", "r s t"]
-    assert [opening.held_by for opening in openings] == ["decode"] * 4 + [""]
-
-
-def test_who_is_due_first_passes_first_if_so_ordered() -> None:
-    waiting = request("late", received_ns=9), request("early", received_ns=3)
-    urgent = replace(DEFAULTS, order=Order.DEADLINE)
-    assert admitted(gate_with(*waiting).opening(Credit(1), urgent), *waiting) == "early"
-
-
-def test_text_passes_media_that_could_not_use_the_credit() -> None:
-    waiting = request("r", "a picture"), request("s"), request("t")
-    opening = gate_with(*waiting).opening(Credit(1), DEFAULTS, media=False)
-    assert admitted(opening, *waiting) == "s"
-
-
-def test_the_gate_says_when_to_ask_again() -> None:
-    opening = gate_with(request("r")).opening(Credit(0, "prefill", 0.5), DEFAULTS)
-    assert opening == Opening(frozenset(), "prefill", 0.5)
-
-
-def test_who_has_passed_is_admitted_ever_after_and_counts_until_it_is_closed() -> None:
-    passes, waits = request("r", num_choices=3), request("s")
-    gate = gate_with(passes, waits)
-    gate.let_pass(passes)
-    gate.let_pass(passes)
-    assert gate.num_passed == 3
-    shut = gate.opening(Credit(0), DEFAULTS)
-    assert admitted(shut, passes, waits) == "r"
-    gate.close(passes)
-    assert gate.num_passed == 0
-
-
-def test_who_is_closed_before_it_passes_waits_no_more() -> None:
-    never_came, leaves = request("q"), request("r")
-    gate = gate_with(leaves)
-    gate.close(never_came)
-    gate.close(leaves)
-    assert gate.num_passed == 0
-    assert gate.opening(Credit(0), DEFAULTS).allowed is None
-
-
 # The length of the queue in seconds ---------------------------------------------------------------
 
 
 def test_the_slowest_stage_sets_the_pace_of_the_queue(times: Times) -> None:
     knobs = replace(DEFAULTS, max_batch_items=4)
-    waiting = Waiting(num_items=16, num_legs=12, num_encoders=2, num_prefills=3, slots=(2, 2))
+    waiting = Waiting(
+        num_items=16,
+        num_legs=12,
+        num_encoders=2,
+        max_batch_tokens=2048,
+        num_prefills=3,
+        slots=(2, 2),
+    )
     times.seen(picture("a", 100))
     assert queue_s(knobs, times, OPEN, waiting) == pytest.approx(4 * 0.6 / 2), "of encode"
     times.prefilled(0.5, 100)
@@ -290,8 +201,14 @@ def test_without_flow_only_encode_holds_up_the_queue(times: Times) -> None:
     times.seen(picture("a", 100))
     times.prefilled(100.0, 1)
     for each in (knobs, replace(NONE, max_batch_items=4)):
-        assert queue_s(each, times, OPEN, Waiting(4, 4, 1, 1, (1,))) == pytest.approx(0.6)
+        assert queue_s(each, times, OPEN, Waiting(4, 4, 1, 2048, 1, (1,))) == pytest.approx(0.6)
 
 
 def test_an_empty_queue_takes_no_time(times: Times) -> None:
-    assert queue_s(DEFAULTS, times, OPEN, Waiting(0, 0, 1, 1, (1,))) == 0.0
+    assert queue_s(DEFAULTS, times, OPEN, Waiting(0, 0, 1, 2048, 1, (1,))) == 0.0
+
+
+def test_a_call_holds_no_more_items_than_its_tokens_allow(times: Times) -> None:
+    times.seen(picture("a", 1000))
+    waiting = Waiting(4, 4, 1, 2500, 1, (1,))
+    assert queue_s(DEFAULTS, times, OPEN, waiting) == pytest.approx(2 * (0.2 + 2000 * 0.001))

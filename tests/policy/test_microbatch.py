@@ -174,7 +174,7 @@ def test_an_encoder_that_runs_ahead_is_measured_batch_by_batch() -> None:
     ahead.tell(for_good(1))
     ahead.now_ns += 3 * NS_PER_S
     ahead.tell(finished(2))
-    assert ahead.core._times.encode.at(30) == pytest.approx(3.0)
+    assert ahead.core._flow.times.encode.at(30) == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize("when", ["greedy", "fixed", "gap"])

@@ -16,7 +16,7 @@ from easerve.policy.admission import Admission
 from easerve.policy.arrivals import Arrivals
 from easerve.policy.encoding import Batch, Encoding, requests_of
 from easerve.policy.estimates import Estimates
-from easerve.policy.flow import Gate, Load, Opening, Times, Waiting, Window, credit, queue_s
+from easerve.policy.flow import Flow
 from easerve.policy.knobs import Knobs
 from easerve.policy.lifecycle import REQUEST, LegState, RequestState
 from easerve.policy.microbatch import Closing, MicroBatcher
@@ -47,18 +47,14 @@ class Core:
     def __init__(
         self, knobs: Knobs, admission: Admission, estimates: Estimates, limits: Limits
     ) -> None:
-        self._knobs, self._admission, self._limits = knobs, admission, limits
+        self._admission, self._limits = admission, limits
         self.pool = Pool()
-        self._times, self._window = Times(estimates), Window()
+        self._flow = Flow(knobs, estimates)
         self._requests: dict[RequestId, Request] = {}  # by arrival, so by deadline as well
         self._num_bytes = 0  # of the open requests
-        self._gate = Gate()
-        self._gate_wake_ns: int | None = None
-        self._num_waiting = 0  # legs of the open requests that have not passed it
-        self._num_preparing = 0  # media of the requests that are being prepared
         self._queues = Queues()
         self._encoding = Encoding(knobs)
-        self._batcher = MicroBatcher(knobs, self._encoding, self._times)
+        self._batcher = MicroBatcher(knobs, self._encoding, self._flow.times)
         self._actions: list[ev.Action] = []
         self._now_ns = 0
 
@@ -72,7 +68,7 @@ class Core:
         self.pool.note_starved_stages(now_ns)
         self._expire()
         self._prepare_again()
-        self._batcher.wake_ns = self._gate_wake_ns = None
+        self._batcher.wake_ns = self._flow.wake_ns = None
         self._dispatch_encode()
         self._dispatch_prefill()
         actions, self._actions = self._actions, []
@@ -87,7 +83,7 @@ class Core:
             for stage, since in self.pool.starved_since.items()
             if next(self._needing(stage), None)
         ]
-        wakes = (self._batcher.wake_ns, self._gate_wake_ns)
+        wakes = (self._batcher.wake_ns, self._flow.wake_ns)
         times += [wake_ns for wake_ns in wakes if wake_ns is not None]
         return min(times, default=None)
 
@@ -99,7 +95,7 @@ class Core:
     @property
     def knobs(self) -> Knobs:
         """In force now."""
-        return self._knobs
+        return self._flow.knobs
 
     @property
     def arrivals(self) -> Arrivals:
@@ -123,7 +119,7 @@ class Core:
             case ev.WorkerLost():
                 self._worker_lost(event.worker_id)
             case ev.KnobsChanged():
-                self._knobs = event.knobs
+                self._flow.knobs = event.knobs
                 self._batcher.retune(event.knobs)
             case ev.Draining():
                 self._batcher.draining = True
@@ -152,17 +148,16 @@ class Core:
                 self._fail(request, Reason.PREPARE_FAILED)
             return
         request.shape = event.shape
-        self._num_preparing -= request.num_media
+        self._flow.prepared(request)
         media = bool(event.shape.items)
         request.state = REQUEST.next(
             request.state, "prepared with media" if media else "prepared as text"
         )
-        self._gate.join(request)
         if media:
             for item in request.items:
-                self._times.seen(item)
-            self._batcher.arrivals.observe(self._now_ns)
-            self._encoding.add(request, self._now_ns)
+                self._flow.times.seen(item)
+            if self._encoding.add(request, self._now_ns):
+                self._batcher.arrivals.observe(self._now_ns)
             if not request.pending:
                 self._encoded(request)
         else:
@@ -197,19 +192,12 @@ class Core:
     def _received(self, event: ev.RequestReceived) -> None:
         if event.request_id in self._requests:
             raise ValueError(f"request id {event.request_id} is in use")
-        needed = {Stage.PREFILL, Stage.DECODE} | ({Stage.ENCODE} if event.modalities else set())
-        refusal, retry_after_s = None, 1
-        if not self.pool.has(*needed):
-            refusal = Reason.NO_WORKER
-        elif not self._admission.admits(len(self._requests), self._num_bytes, event.num_bytes):
-            refusal, retry_after_s = Reason.OVERLOADED, self._retry_after_s()
-        elif event.modalities and (excess_s := self.queue_s() - self._knobs.max_queue_s) > 0:
-            refusal, retry_after_s = Reason.OVERLOADED, ceil(excess_s)
+        refusal = self._refusal(event)
         state = REQUEST.enter("rejected" if refusal else "admitted")
         if refusal is not None:
-            self._actions.append(ev.Reject(event.request_id, refusal, retry_after_s))
+            self._actions.append(refusal)
             return
-        self._requests[event.request_id] = Request(
+        request = self._requests[event.request_id] = Request(
             event.request_id,
             state,
             event.num_bytes,
@@ -221,9 +209,19 @@ class Core:
             num_media=len(event.modalities),
         )
         self._num_bytes += event.num_bytes
-        self._num_waiting += event.num_choices
-        self._num_preparing += len(event.modalities)
+        self._flow.admitted(request)
         self._actions.append(ev.Prepare(event.request_id))
+
+    def _refusal(self, event: ev.RequestReceived) -> ev.Reject | None:
+        needed = {Stage.PREFILL, Stage.DECODE} | ({Stage.ENCODE} if event.modalities else set())
+        if not self.pool.has(*needed):
+            return ev.Reject(event.request_id, Reason.NO_WORKER, 1)
+        if not self._admission.admits(len(self._requests), self._num_bytes, event.num_bytes):
+            return ev.Reject(event.request_id, Reason.OVERLOADED, self._retry_after_s())
+        excess_s = self.queue_s() - self.knobs.max_queue_s if event.modalities else 0.0
+        if excess_s > 0:
+            return ev.Reject(event.request_id, Reason.OVERLOADED, ceil(excess_s))
+        return None
 
     def _prepare_again(self) -> None:
         waiting, self._queues.preparations = self._queues.preparations, []
@@ -241,52 +239,21 @@ class Core:
         started = True
         while started:
             started = False
-            gate, backlog_s = self._opening(), self._backlog_s()
+            gate = self._flow.opening(self.pool, self._now_ns)
+            backlog_s = self._flow.backlog_s(self.pool, self._now_ns)
             for closing in self._batcher.close(self.pool, gate, backlog_s, self._now_ns):
                 self._start_encode(closing)
                 started = True
 
-    def _opening(self, media: bool = True) -> Opening:
-        """Of the gate, by what is downstream now."""
-        load = Load(self._gate.num_passed, self._backlog_s(), self._decode_slots())
-        opening = self._gate.opening(
-            credit(self._knobs, self._times, self._window, load), self._knobs, media
-        )
-        again_s, self._gate_wake_ns = opening.again_s, None
-        if again_s is not None:
-            self._gate_wake_ns = self._now_ns + ceil(again_s * NS_PER_S)
-        return opening
-
-    def _backlog_s(self) -> float:
-        """Of the least loaded prefill worker."""
-        token_s = self._times.prefill_token_s
-        return min(w.backlog_s(token_s, self._now_ns) for w in self.pool.of(Stage.PREFILL))
-
-    def _decode_slots(self) -> list[int]:
-        return [worker.num_slots for worker in self.pool.of(Stage.DECODE)]
-
     def queue_s(self) -> float:
         """Seconds until all that waits for Encode has passed it; 0 while there is no engine."""
-        if not self.pool.has(*Stage):
-            return 0.0
-        return queue_s(
-            self._knobs,
-            self._times,
-            self._window,
-            Waiting(
-                self._num_preparing + self._encoding.num_queued,
-                self._num_waiting,
-                len(self.pool.of(Stage.ENCODE)),
-                len(self.pool.of(Stage.PREFILL)),
-                self._decode_slots(),
-            ),
-        )
+        return self._flow.queue_s(self.pool, self._encoding.num_queued)
 
     def _start_encode(self, closing: Closing) -> None:
         batch_id, batch = self._encoding.start(closing.entries, closing.worker.worker_id)
         closing.worker.start(batch_id, batch.num_tokens, self._now_ns)
         for request in requests_of(batch.entries):
-            self._pass(request)
+            self._flow.let_pass(request)
         items = tuple(
             ev.EncodeItem(
                 entry.item,
@@ -299,24 +266,18 @@ class Core:
         )
         self._actions.append(ev.StartEncode(batch_id, batch.worker_id, items, closing.decision))
 
-    def _pass(self, request: Request) -> None:
-        if not request.passed:
-            self._gate.let_pass(request)
-            self._num_waiting -= request.num_choices
-
     def _encode_finished(self, batch_id: BatchId) -> None:
         batch = self._encoding.take(batch_id)
         if batch is None:
             return
         worker = self.pool.get(batch.worker_id)
         assert worker is not None, "the batches of a lost engine are forgotten"
-        self._times.encode.observe(batch.num_tokens, worker.finish(batch_id, self._now_ns))
+        self._flow.times.encode.observe(batch.num_tokens, worker.finish(batch_id, self._now_ns))
         for request in self._encoding.finished(batch):
             self._encoded(request)
 
     def _encoded(self, request: Request) -> None:
-        """Every embedding is there, perhaps by what others had asked for."""
-        self._pass(request)
+        """Every embedding is there; it has passed the gate unless others had asked for them all."""
         request.state = REQUEST.next(request.state, "embeddings there")
         self._queues.add_legs(request)
 
@@ -353,12 +314,13 @@ class Core:
         if not self.pool.has(Stage.PREFILL, Stage.DECODE):
             return
         idle = self.pool.pick(Stage.ENCODE, max_work=0)
-        gate = self._opening(media=idle is not None)  # text does not wait for an encoder
+        # Text does not wait behind pictures that wait for an encoder.
+        gate = self._flow.opening(self.pool, self._now_ns, media=idle is not None)
         for request, leg in self._queues.take_legs():
             if not gate.admits(request):
                 self._queues.legs.append((request, leg))
                 continue
-            self._pass(request)
+            self._flow.let_pass(request)
             planned = request.destination
             worker = self._place(request)
             holds_embeddings = bool(request.items) and planned == worker.worker_id
@@ -382,7 +344,7 @@ class Core:
         worker = self.pool.get(leg.worker_id)
         assert worker is not None, "a leg that runs has a worker"
         seconds = worker.finish((request.request_id, leg.index), self._now_ns)
-        self._times.prefilled(seconds, request.shape.num_prompt_tokens)
+        self._flow.times.prefilled(seconds, request.shape.num_prompt_tokens)
         if final:
             leg.move("first token was the last")
             self._leg_done(request, leg)
@@ -400,9 +362,7 @@ class Core:
     def _observe_decode(self, event: ev.DecodeFinished, leg: Leg) -> None:
         worker = self.pool.get(leg.worker_id)
         if worker is not None and event.tpot_s:
-            self._times.decoded(event.decode_s)
-            promise_s = self._knobs.tpot_slo_s
-            self._window.observe(event.tpot_s, leg.beside, worker.num_slots, promise_s)
+            self._flow.decoded(event.decode_s, event.tpot_s, leg, worker)
 
     def _hand_over(self, request: Request, leg: Leg, worker: Worker | None) -> None:
         """Move a leg's weight to the worker that runs it now."""
@@ -499,15 +459,11 @@ class Core:
 
     def _close(self, request: Request, cause: str) -> None:
         """Forget an open request; its running work is cancelled unless it has its answer."""
-        if request.state is RequestState.PREPARING:
-            self._num_preparing -= request.num_media
+        self._flow.closed(request)
         request.state = REQUEST.next(request.state, cause)
         request_id = request.request_id
         del self._requests[request_id]
         self._num_bytes -= request.num_bytes
-        self._gate.close(request)
-        if not request.passed:
-            self._num_waiting -= request.num_choices
         self._queues.drop(request)
         for batch_id, batch in self._encoding.drop(request):
             self.pool.release(batch.worker_id, batch_id)
@@ -536,4 +492,4 @@ class Core:
         """Whole seconds until the least loaded prefill worker is through what it holds."""
         worker = self.pool.pick(Stage.PREFILL)
         backlog = worker.backlog_tokens if worker is not None else 0
-        return max(1, ceil(self._times.prefill_token_s * backlog))
+        return max(1, ceil(self._flow.times.prefill_token_s * backlog))

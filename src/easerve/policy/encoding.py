@@ -94,12 +94,12 @@ class Encoding:
     def num_queued(self) -> int:
         return sum(map(len, self._queues.values()))
 
-    def add(self, request: Request, now_ns: int, again: bool = False) -> None:
+    def add(self, request: Request, now_ns: int, again: bool = False) -> bool:
         """Every item of a request: queued, joined to one on its way, or had from another request.
 
-        ``again``: it had them and they are lost, so that nobody's are trusted.
+        Whether any was new. ``again``: it had them and they are lost, so nobody's are trusted.
         """
-        request.pending = set()
+        last_number, request.pending = self._last_number, set()
         for index, item in enumerate(request.items):
             if again:
                 self._holders.pop(item.key, None)
@@ -116,6 +116,7 @@ class Encoding:
             entry.waiters.append((request, index))
             if entry.batch_id is None:
                 self._enqueue(entry)
+        return self._last_number > last_number
 
     def retune(self, knobs: Knobs) -> None:
         """Queue everything anew, by other knobs."""

@@ -2,6 +2,8 @@
 
 from typing import Protocol
 
+from easerve.types import MediaItem
+
 GAIN = 0.05
 SHRINKAGE = 0.02
 
@@ -68,3 +70,58 @@ class Line:
         """``y``; 0 where ``x`` is."""
         base, slope = self.line()
         return base + slope * x if x else 0.0
+
+
+class Times:
+    """Service times in seconds, learned from a first guess on."""
+
+    def __init__(self, guess: Estimates) -> None:
+        base_s, tokens = guess.encode_s(0, 0), 1000
+        self.encode = Line(base_s, (guess.encode_s(1, tokens) - base_s) / tokens)
+        self._prefill_s, self._prefill_tokens = Mean(guess.prefill_s(tokens)), Mean(tokens)
+        self._decode_s = Mean()
+        self._item_tokens = Mean()
+
+    def seen(self, item: MediaItem) -> None:
+        """An item of this size has come."""
+        self._item_tokens.observe(item.num_tokens)
+
+    def prefilled(self, seconds: float, num_tokens: int) -> None:
+        self._prefill_s.observe(seconds)
+        self._prefill_tokens.observe(num_tokens)
+
+    def decoded(self, seconds: float) -> None:
+        """A leg took so long."""
+        self._decode_s.observe(seconds)
+
+    @property
+    def prefill_s(self) -> float:
+        """Of a prompt."""
+        return self._prefill_s.value
+
+    @property
+    def observed_prefill_s(self) -> float:
+        """Of a prompt; 0 while unknown."""
+        return self._prefill_s.value if self._prefill_s.num_samples else 0.0
+
+    @property
+    def prefill_token_s(self) -> float:
+        return self._prefill_s.value / max(1.0, self._prefill_tokens.value)
+
+    @property
+    def decode_s(self) -> float:
+        """Of a leg; 0 while unknown."""
+        return self._decode_s.value
+
+    def items_in(self, max_tokens: int) -> int:
+        """How many items of the usual size so many tokens are; one at least."""
+        return max(1, int(max_tokens / max(1.0, self._item_tokens.value)))
+
+    def items_s(self, num_items: int, batch_items: int) -> float:
+        """Work of an encoder, in batches of ``batch_items``; 0 while no item was seen."""
+        return self.encode.at(batch_items * self._item_tokens.value) / batch_items * num_items
+
+    @property
+    def lead_s(self) -> float:
+        """From Encode to Decode, without waiting."""
+        return self.items_s(1, 1) + self.prefill_s

@@ -7,93 +7,22 @@ legs are past the gate than decode has slots, and as many more as slots come fre
 With a TPOT promise, no more slots are used than keep it, which is found by trying.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from math import ceil
 
-from easerve.policy.estimates import Estimates, Line, Mean
-from easerve.policy.knobs import NO_RULE, Knobs, Order
-from easerve.policy.state import Request
-from easerve.types import MediaItem, RequestId
+from easerve.policy.estimates import Estimates, Times
+from easerve.policy.gate import Credit, Gate, Opening
+from easerve.policy.knobs import NO_RULE, Knobs
+from easerve.policy.lifecycle import RequestState
+from easerve.policy.pool import Pool, Worker
+from easerve.policy.state import Leg, Request
+from easerve.types import NS_PER_S, Stage
 
 UNLIMITED = 1 << 30
 SHARE_OF_TTFT = 0.25
 AGAIN_S = 0.001
 START, CAUTION = 8.0, 0.2
-
-
-class Credit(NamedTuple):
-    """How many more legs may pass, whose lack bounds them, and when to ask again (s)."""
-
-    num_legs: int
-    held_by: str = "decode"
-    again_s: float | None = None
-
-
-class Opening(NamedTuple):
-    """Who may pass the gate now: None is everybody. ``held_by``: whose lack keeps others out.
-
-    ``again_s``: when to ask again, where nothing may happen until then.
-    """
-
-    allowed: frozenset[RequestId] | None
-    held_by: str
-    again_s: float | None
-
-    def admits(self, request: Request) -> bool:
-        return request.passed or self.allowed is None or request.request_id in self.allowed
-
-
-class Gate:
-    """The prepared requests that wait for credit, and how many legs are past it.
-
-    First come, first served, or first due: pictures and texts alike, so that neither starves the
-    other. Whoever may pass keeps the credit while a batching rule holds it back.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: dict[RequestId, Request] = {}
-        self._num_waiting = 0  # legs
-        self.num_passed = 0  # legs of open requests
-
-    def join(self, request: Request) -> None:
-        self._waiting[request.request_id] = request
-        self._num_waiting += request.num_choices
-
-    def let_pass(self, request: Request) -> None:
-        """For good; asking twice is harmless."""
-        if not request.passed:
-            self._remove(request)
-            request.passed = True
-            self.num_passed += request.num_choices
-
-    def close(self, request: Request) -> None:
-        """The request is closed, wherever it was."""
-        if request.passed:
-            self.num_passed -= request.num_choices
-        else:
-            self._remove(request)
-
-    def _remove(self, request: Request) -> None:
-        if self._waiting.pop(request.request_id, None) is not None:
-            self._num_waiting -= request.num_choices
-
-    def opening(self, given: Credit, knobs: Knobs, media: bool = True) -> Opening:
-        """``media``: whether requests with media could use credit now."""
-        if given.num_legs >= self._num_waiting:
-            return Opening(None, "", None)
-        waiting: Iterable[Request] = self._waiting.values()
-        if not media:
-            waiting = [request for request in waiting if not request.items]
-        if knobs.order is Order.DEADLINE:
-            waiting = sorted(waiting, key=lambda request: request.due_ns(knobs.ttft_slo_s))
-        allowed, left = [], given.num_legs
-        for request in waiting:
-            if left <= 0:
-                break
-            allowed.append(request.request_id)
-            left -= request.num_choices
-        return Opening(frozenset(allowed), given.held_by, given.again_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,57 +35,6 @@ class Load:
     num_passed: int
     backlog_s: float
     slots: Sequence[int]
-
-
-class Times:
-    """Service times in seconds, learned from a first guess on."""
-
-    def __init__(self, guess: Estimates) -> None:
-        base_s, tokens = guess.encode_s(0, 0), 1000
-        self.encode = Line(base_s, (guess.encode_s(1, tokens) - base_s) / tokens)
-        self._prefill_s, self._prefill_tokens = Mean(guess.prefill_s(tokens)), Mean(tokens)
-        self._decode_s = Mean()
-        self._item_tokens = Mean()
-
-    def seen(self, item: MediaItem) -> None:
-        """An item of this size has come."""
-        self._item_tokens.observe(item.num_tokens)
-
-    def prefilled(self, seconds: float, num_tokens: int) -> None:
-        self._prefill_s.observe(seconds)
-        self._prefill_tokens.observe(num_tokens)
-
-    def decoded(self, seconds: float) -> None:
-        """A leg took so long."""
-        self._decode_s.observe(seconds)
-
-    @property
-    def prefill_s(self) -> float:
-        """Of a prompt."""
-        return self._prefill_s.value
-
-    @property
-    def observed_prefill_s(self) -> float:
-        """Of a prompt; 0 while unknown."""
-        return self._prefill_s.value if self._prefill_s.num_samples else 0.0
-
-    @property
-    def prefill_token_s(self) -> float:
-        return self._prefill_s.value / self._prefill_tokens.value
-
-    @property
-    def decode_s(self) -> float:
-        """Of a leg; 0 while unknown."""
-        return self._decode_s.value
-
-    def items_s(self, num_items: int, batch_items: int) -> float:
-        """Work of an encoder, in batches of ``batch_items``; 0 while no item was seen."""
-        return self.encode.at(batch_items * self._item_tokens.value) / batch_items * num_items
-
-    @property
-    def lead_s(self) -> float:
-        """From Encode to Decode, without waiting."""
-        return self.items_s(1, 1) + self.prefill_s
 
 
 class Window:
@@ -212,16 +90,103 @@ class Waiting:
     num_items: int
     num_legs: int
     num_encoders: int
+    max_batch_tokens: int
     num_prefills: int
     slots: Sequence[int]
 
 
 def queue_s(knobs: Knobs, times: Times, window: Window, waiting: Waiting) -> float:
     """Seconds until what waits has passed, at the pace of the slowest stage."""
-    encode_s = times.items_s(waiting.num_items, knobs.max_batch_items) / waiting.num_encoders
+    batch_items = min(knobs.max_batch_items, times.items_in(waiting.max_batch_tokens))
+    encode_s = times.items_s(waiting.num_items, batch_items) / waiting.num_encoders
     if not knobs.flow or knobs.when == NO_RULE:
         return encode_s
     prefill_s = times.observed_prefill_s * waiting.num_legs / waiting.num_prefills
     slots = window.usable(waiting.slots, knobs.tpot_slo_s)
     decode_s = times.decode_s * waiting.num_legs / slots
     return max(encode_s, prefill_s, decode_s)
+
+
+class Flow:
+    """What is known of the stages, and who may pass the gate because of it.
+
+    ``wake_ns``: when to ask for an opening again, where nothing may happen until then.
+    """
+
+    def __init__(self, knobs: Knobs, guess: Estimates) -> None:
+        self.knobs, self.times = knobs, Times(guess)
+        self.window, self.gate = Window(), Gate()
+        self.wake_ns: int | None = None
+        self._num_waiting = 0  # legs of the open requests that have not passed
+        self._num_preparing = 0  # media of the requests that are being prepared
+
+    # A request's way --------------------------------------------------------------------------
+
+    def admitted(self, request: Request) -> None:
+        self._num_waiting += request.num_choices
+        self._num_preparing += request.num_media
+
+    def prepared(self, request: Request) -> None:
+        self._num_preparing -= request.num_media
+        self.gate.join(request)
+
+    def let_pass(self, request: Request) -> None:
+        """For good; asking twice is harmless."""
+        if not request.passed:
+            self.gate.let_pass(request)
+            self._num_waiting -= request.num_choices
+
+    def closed(self, request: Request) -> None:
+        """Wherever it was."""
+        if request.state is RequestState.PREPARING:
+            self._num_preparing -= request.num_media
+        if not request.passed:
+            self._num_waiting -= request.num_choices
+        self.gate.close(request)
+
+    def decoded(self, decode_s: float, tpot_s: float, leg: Leg, worker: Worker) -> None:
+        """A leg had its answer from a worker."""
+        self.times.decoded(decode_s)
+        self.window.observe(tpot_s, leg.beside, worker.num_slots, self.knobs.tpot_slo_s)
+
+    # What is decided --------------------------------------------------------------------------
+
+    def opening(self, pool: Pool, now_ns: int, media: bool = True) -> Opening:
+        """Of the gate, by what is downstream now; ``media``: as in ``Gate.opening``."""
+        load = Load(self.gate.num_passed, self.backlog_s(pool, now_ns), _slots(pool))
+        given = credit(self.knobs, self.times, self.window, load)
+        opening = self.gate.opening(given, self.knobs, media)
+        again_s, self.wake_ns = opening.again_s, None
+        if again_s is not None:
+            self.wake_ns = now_ns + ceil(again_s * NS_PER_S)
+        return opening
+
+    def backlog_s(self, pool: Pool, now_ns: int) -> float:
+        """Of the least loaded prefill worker; there is one."""
+        token_s = self.times.prefill_token_s
+        return min(worker.backlog_s(token_s, now_ns) for worker in pool.of(Stage.PREFILL))
+
+    def queue_s(self, pool: Pool, num_queued: int) -> float:
+        """Seconds until all that waits has passed, ``num_queued`` items in the encode queue among
+        it; 0 while a stage has no engine.
+        """
+        if not pool.has(*Stage):
+            return 0.0
+        encoders = pool.of(Stage.ENCODE)
+        return queue_s(
+            self.knobs,
+            self.times,
+            self.window,
+            Waiting(
+                self._num_preparing + num_queued,
+                self._num_waiting,
+                len(encoders),
+                min(encoder.max_batch_tokens for encoder in encoders),
+                len(pool.of(Stage.PREFILL)),
+                _slots(pool),
+            ),
+        )
+
+
+def _slots(pool: Pool) -> list[int]:
+    return [worker.num_slots for worker in pool.of(Stage.DECODE)]

@@ -7,8 +7,9 @@ from math import ceil
 from easerve.policy.arrivals import Arrivals
 from easerve.policy.batching import FULL, PASS_THROUGH, RULES, Hold, View, decide
 from easerve.policy.encoding import Candidate, Encoding, Entry, requests_of
+from easerve.policy.estimates import Times
 from easerve.policy.events import Decision
-from easerve.policy.flow import Opening, Times
+from easerve.policy.gate import Opening
 from easerve.policy.knobs import Knobs
 from easerve.policy.pool import Pool, Worker
 from easerve.types import NS_PER_S, Stage
