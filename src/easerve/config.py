@@ -116,7 +116,7 @@ class Policy(Section):
     """Rule slack: what a second of a free encoder is worth, in seconds of a request's waiting."""
     spread: bool = True
     """A queue that does not fill a batch for each idle encoder is shared out among them."""
-    run_ahead: Annotated[int, Field(ge=0, le=16)] = 2
+    run_ahead: Annotated[int, Field(ge=0, le=16)] = 1
     """So many full batches may be sent ahead to an encoder that still runs one."""
     group_by_size: bool = False
     """Only items of equal token counts share a call."""

@@ -82,7 +82,7 @@ async def assert_answers(tasks: Sequence[Asked], urls: Sequence[str]) -> None:
 
 @pytest.mark.parametrize("when", WAITING_RULES)
 async def test_what_comes_while_the_encoder_is_busy_is_one_call(serve: Serve, when: str) -> None:
-    server = await serve(policy={"when": when, "timeout_s": 0})
+    server = await serve(policy={"when": when, "timeout_s": 0, "max_batch_items": FULL})
     urls = pictures(FULL)
     tasks = await ask_while_busy(server, urls)
     assert server.encode_calls == [1]
