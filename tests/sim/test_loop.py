@@ -148,7 +148,8 @@ def test_no_rule_is_better_than_the_optimum(when: str) -> None:
 def test_a_fast_encode_floods_decode_and_credits_keep_the_promise() -> None:
     plan = Plan(Policy(), 200, 80.0, 48, promise=3.0, num_rounds=1, seed=0)
     result = modelled(plan)
-    passed, flooded, held = (row["tpot_s"] for row in result["systems"].values())
+    alone, passed, flooded, held = (row["tpot_s"] for row in result["systems"].values())
+    assert alone["mean"] == pytest.approx(result["tpot_alone_s"])
     assert flooded["mean"] > 3 * passed["mean"]
     assert held["p99"] < 1.05 * result["tpot_promise_s"]
     assert held["mean"] < passed["mean"]

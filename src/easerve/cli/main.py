@@ -238,9 +238,12 @@ def bench_flow(
     deployment: Annotated[
         Path | None, typer.Argument(metavar="[FILE.yaml]", help="Default: the tiny model.")
     ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Of a run.")] = 300,
+    requests: Annotated[int, typer.Option(min=1, help="Of a run.")] = 150,
     rate: Annotated[float, typer.Option(min=0.1, help="Offered requests per second.")] = 80,
-    tokens: Annotated[int, typer.Option(min=2, help="Of an answer.")] = 48,
+    tokens: Annotated[int, typer.Option(min=2, help="Of an answer.")] = 128,
+    slots: Annotated[
+        int, typer.Option(min=1, help="max_num_seqs of prefill and decode: room for a flood.")
+    ] = 128,
     promise: Annotated[
         float, typer.Option(min=1, help="TPOT, as a multiple of that of one request alone.")
     ] = 2,
@@ -255,7 +258,8 @@ def bench_flow(
     from easerve.config import ConfigError
 
     try:
-        measured = command.read(deployment)
+        room = {"max_num_seqs": slots, "kv_cache_memory": "512MiB"}
+        measured = command.read(deployment, {"prefill": room, "decode": room})
         plan = Plan(measured.policy, requests, rate, tokens, promise, rounds, seed)
         raise typer.Exit(command.bench_flow(measured, plan, command.Output(json_output, html)))
     except ConfigError as error:

@@ -3,9 +3,10 @@
 import asyncio
 import json
 import sys
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import uvloop
 from rich.console import Console
@@ -40,12 +41,13 @@ class Output:
     html: Path | None
 
 
-def read(path: Path | None) -> Deployment:
-    """The deployment to measure, on a free port of loopback."""
+def read(path: Path | None, over: Mapping[str, Any] | None = None) -> Deployment:
+    """The deployment to measure, on a free port of loopback; ``over`` is laid on its file."""
     if path is None and not DEFAULT_DEPLOYMENT.exists():
         raise ConfigError("the tiny model comes with the repository: name a deployment file")
     path = path or DEFAULT_DEPLOYMENT
     content = merge(read_file(path), {"server": {"port": 0, "host": "127.0.0.1"}})
+    content = merge(content, over or {})
     return build(content, str(path))
 
 

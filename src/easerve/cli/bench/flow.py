@@ -22,6 +22,9 @@ from easerve.types import NS_PER_S, WorkerId
 from easerve.workload.arrivals import Arrivals
 
 BATCH_ITEMS = 8
+ITEM_TOKENS = 25
+BURST = 4.0  # times what the modelled encoder can take item by item
+ALONE = "one request at a time"
 NO_REFUSALS_S = 1e6
 # An encoder that, item by item, is just what decode can take; not a measurement of anything.
 COSTS = LinearCosts(
@@ -68,7 +71,7 @@ async def on_engines(plan: Plan, bench: Bench, tick: Callable[[str], None]) -> R
     alone = await bench.run(plan.policy, bench.requests(16), concurrency=1)
     tpot_s = alone.summary.tpot_s.p50
     assert tpot_s is not None, "every answer has several tokens"
-    rows: dict[str, list[Result]] = {}
+    rows: dict[str, list[Result]] = {ALONE: [alone.row()]}
     for number in range(plan.num_rounds):
         times_s = _times_s(plan, number)
         for name, policy in plan.systems(plan.promise * tpot_s):
@@ -85,11 +88,13 @@ async def on_engines(plan: Plan, bench: Bench, tick: Callable[[str], None]) -> R
 def modelled(plan: Plan) -> Result:
     """The same in virtual time: the server's own core over engines with ``COSTS``."""
     tpot_s, rows = COSTS.step_s(1), {}
-    times_s = Arrivals("poisson", 4 / (COSTS.encode_s(1, 25))).times(
-        plan.num_requests,
-        random.Random(plan.seed),  # noqa: S311
+    rng = random.Random(plan.seed)  # noqa: S311
+    burst_s = Arrivals("poisson", BURST / COSTS.encode_s(1, ITEM_TOKENS)).times(
+        plan.num_requests, rng
     )
-    for name, policy in plan.systems(plan.promise * tpot_s):
+    systems = [(ALONE, plan.policy, [0.0])]
+    systems += [(*each, burst_s) for each in plan.systems(plan.promise * tpot_s)]
+    for name, policy, times_s in systems:
         core = Core(
             knobs_of(policy),
             Admission(plan.num_requests, 1 << 60),
@@ -97,7 +102,7 @@ def modelled(plan: Plan) -> Result:
             Limits(request_timeout_ns=10**6 * NS_PER_S),
         )
         simulation = Simulation(core, COSTS, ["e0", "p0", "d0"])
-        run = simulation.run(Request(at_s, (25,), 60, plan.num_tokens) for at_s in times_s)
+        run = simulation.run(Request(at_s, (ITEM_TOKENS,), 60, plan.num_tokens) for at_s in times_s)
         summary = summarise(run.records, run.end_s, {}).as_dict()
         rows[name] = {
             "ttft_s": summary["ttft_s"],
