@@ -38,9 +38,10 @@ def test_who_is_due_first_passes_first_if_so_ordered() -> None:
     assert admitted(gate_with(*waiting).opening(Credit(1), urgent), *waiting) == "early"
 
 
-def test_text_passes_media_that_could_not_use_the_credit() -> None:
-    waiting = request("r", "a picture"), request("s"), request("t")
-    opening = gate_with(*waiting).opening(Credit(1), DEFAULTS, media=False)
+def test_who_waits_for_an_encoder_keeps_no_credit_from_others_while_none_is_idle() -> None:
+    waiting = request("r", "a picture"), request("s", "encoded"), request("t")
+    waiting[0].pending = {0}
+    opening = gate_with(*waiting).opening(Credit(1), DEFAULTS, idle_encoder=False)
     assert admitted(opening, *waiting) == "s"
 
 

@@ -314,8 +314,7 @@ class Core:
         if not self.pool.has(Stage.PREFILL, Stage.DECODE):
             return
         idle = self.pool.pick(Stage.ENCODE, max_work=0)
-        # Text does not wait behind pictures that wait for an encoder.
-        gate = self._flow.opening(self.pool, self._now_ns, media=idle is not None)
+        gate = self._flow.opening(self.pool, self._now_ns, idle_encoder=idle is not None)
         for request, leg in self._queues.take_legs():
             if not gate.admits(request):
                 self._queues.legs.append((request, leg))

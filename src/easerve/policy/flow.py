@@ -151,11 +151,11 @@ class Flow:
 
     # What is decided --------------------------------------------------------------------------
 
-    def opening(self, pool: Pool, now_ns: int, media: bool = True) -> Opening:
-        """Of the gate, by what is downstream now; ``media``: as in ``Gate.opening``."""
+    def opening(self, pool: Pool, now_ns: int, idle_encoder: bool = True) -> Opening:
+        """Of the gate, by what is downstream now; ``idle_encoder``: as in ``Gate.opening``."""
         load = Load(self.gate.num_passed, self.backlog_s(pool, now_ns), _slots(pool))
         given = credit(self.knobs, self.times, self.window, load)
-        opening = self.gate.opening(given, self.knobs, media)
+        opening = self.gate.opening(given, self.knobs, idle_encoder)
         again_s, self.wake_ns = opening.again_s, None
         if again_s is not None:
             self.wake_ns = now_ns + ceil(again_s * NS_PER_S)

@@ -64,13 +64,13 @@ class Gate:
         if self._waiting.pop(request.request_id, None) is not None:
             self._num_waiting -= request.num_choices
 
-    def opening(self, given: Credit, knobs: Knobs, media: bool = True) -> Opening:
-        """``media``: whether requests with media could use credit now."""
+    def opening(self, given: Credit, knobs: Knobs, idle_encoder: bool = True) -> Opening:
+        """Without an ``idle_encoder``, who waits for one keeps no credit from the others."""
         if given.num_legs >= self._num_waiting:
             return Opening(None, "", None)
         waiting: Iterable[Request] = self._waiting.values()
-        if not media:
-            waiting = [request for request in waiting if not request.items]
+        if not idle_encoder:
+            waiting = [request for request in waiting if not request.pending]
         if knobs.order is Order.DEADLINE:
             waiting = sorted(waiting, key=lambda request: request.due_ns(knobs.ttft_slo_s))
         allowed, left = [], given.num_legs

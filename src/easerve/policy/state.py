@@ -44,7 +44,7 @@ class Request:
     pending: set[int] = field(default_factory=set)
     """Indices of the items that are queued for an encoder or being encoded."""
     passed: bool = False
-    """Past the gate of Encode: something of it was sent to an encoder, or it has no media."""
+    """Past the gate: something of it was sent to an encoder or to prefill."""
     destination: WorkerId | None = None
     """The prefill worker that its embeddings were sent to."""
     legs: list[Leg] = field(default_factory=list)
