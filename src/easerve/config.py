@@ -24,6 +24,7 @@ from pydantic import (
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, le=1e9)]  # no inf: the core counts nanoseconds
 GPU_KEYS = frozenset({"devices", "gpu_memory_utilization", "tensor_parallel_size"})
+SECRETS = (("api_key",), ("admin_token",))
 MIB, GIB = 1 << 20, 1 << 30
 
 
@@ -106,7 +107,7 @@ class Policy(Section):
     when: Literal["none", "greedy", "fixed", "fill", "gap", "slack"] = "slack"
     """The rule that closes an encode batch."""
     order: Literal["fifo", "deadline"] = "fifo"
-    max_batch_items: Annotated[int, Field(ge=1, le=1024)] = 32
+    max_batch_items: Annotated[int, Field(ge=1, le=1024)] = 64
     """Of one encoder call; its tokens are bounded by the engine's max_num_batched_tokens."""
     timeout_s: Annotated[float, Field(ge=0, le=1)] = 0.05
     """The window of rule fixed."""
@@ -261,7 +262,8 @@ def _explain(issue: dict[str, Any], section: type[Section]) -> str:
         return f"{path}: unknown key; {hint}"
     message = issue["msg"].removeprefix("Value error, ")
     given = issue.get("input")
-    shown = f" (got {given!r})" if isinstance(given, str | int | float | bool | None) else ""
+    plain = isinstance(given, str | int | float | bool | None) and issue["loc"][-1:] not in SECRETS
+    shown = f" (got {given!r})" if plain else ""
     return f"{path}: {message}{shown}" if path else message
 
 

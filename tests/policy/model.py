@@ -90,6 +90,7 @@ class Model:
         """Told this, in any order, the core has asked for that."""
         self.now_ns = now_ns
         self.cancelled: set[RequestId] = set()
+        self.called_off: set[BatchId] = set()
         waited_for = {batch_id: self.waiters(batch) for batch_id, batch in self.batches.items()}
         for event in sorted(events, key=ev.sort_key):
             self.hear(event)
@@ -98,6 +99,8 @@ class Model:
             del self.batches[batch_id]
         for action in actions:
             self.do(action)
+        assert forgotten <= self.called_off
+        assert self.called_off.isdisjoint(self.batches), "somebody waits for it"
         told = {event.request_id for event in events if isinstance(event, ev.ClientCancelled)}
         assert self.cancelled <= told, "cancelled by nobody"
         assert told.isdisjoint(self.requests), "a cancelled request goes on"
@@ -237,6 +240,8 @@ class Model:
                 self.last_cancelled = request
                 self.end(action.request_id, "cancelled")
                 self.cancelled.add(action.request_id)
+            case ev.CancelEncode():
+                self.called_off.add(action.batch_id)
             case ev.Fail():
                 self.cancelled.remove(action.request_id)
                 self.ends[action.request_id] = action.reason
@@ -253,7 +258,9 @@ class Model:
                 assert set(request.attempts) == set(range(request.received.num_choices))
                 assert request.answered == request.attempts, "a leg has no answer"
                 self.end(action.request_id, "complete")
-        if not isinstance(action, ev.StartEncode) and action.request_id in self.requests:
+        if isinstance(action, ev.StartEncode | ev.CancelEncode):
+            return
+        if action.request_id in self.requests:
             assert self.requests[action.request_id].num_retries <= self.limits.max_retries
 
     def fail(self, request: Asked, reason: Reason) -> None:

@@ -152,7 +152,8 @@ def test_an_item_is_encoded_again_on_another_encoder() -> None:
 def test_an_item_that_no_encoder_can_take_fails_the_request_with_its_other_items() -> None:
     scenario = Scenario()
     scenario.start(num_items=2)
-    assert scenario.tell(ev.EncodeFailed(B1, retryable=False)) == failed(Reason.ENCODE_FAILED)
+    actions = scenario.tell(ev.EncodeFailed(B1, retryable=False))
+    assert actions == [ev.Cancel(R), ev.CancelEncode(B2), ev.Fail(R, Reason.ENCODE_FAILED)]
     assert scenario.backlog() == IDLE
 
 
@@ -466,7 +467,8 @@ def test_an_answer_at_the_deadline_is_in_time() -> None:
 def test_a_cancelled_request_leaves_nothing_behind(num_items: int) -> None:
     scenario = Scenario()
     scenario.start(num_items=num_items)
-    assert scenario.tell(ev.ClientCancelled(R)) == [ev.Cancel(R)]
+    batches = [ev.CancelEncode(batch_id) for batch_id in (B1, B2)[:num_items]]
+    assert scenario.tell(ev.ClientCancelled(R)) == [ev.Cancel(R), *batches]
     assert scenario.backlog() == IDLE
     assert scenario.tell(ev.ClientCancelled(R)) == []
 

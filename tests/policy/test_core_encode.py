@@ -8,7 +8,7 @@ import pytest
 
 from easerve.policy import events as ev
 from easerve.policy.core import Limits
-from easerve.types import NS_PER_S, Reason, RequestId, Stage
+from easerve.types import NS_PER_S, BatchId, Reason, RequestId, Stage
 
 from .scenario import (
     B1,
@@ -295,7 +295,8 @@ def test_a_shared_batch_goes_on_for_the_request_that_is_left(pairs: Scenario) ->
 def test_a_batch_of_ended_requests_is_off_its_encoder(pairs: Scenario) -> None:
     pairs.start(R, num_items=1)
     pairs.start(S, num_items=1)
-    assert pairs.tell(ev.ClientCancelled(R), ev.ClientCancelled(S)) == [ev.Cancel(R), ev.Cancel(S)]
+    actions = pairs.tell(ev.ClientCancelled(R), ev.ClientCancelled(S))
+    assert actions == [ev.Cancel(R), ev.Cancel(S), ev.CancelEncode(BatchId(1))]
     assert pairs.backlog() == {E0: 0, P0: 0, D0: 0}
 
 

@@ -150,3 +150,7 @@ def test_the_work_of_items_is_counted_in_batches(times: Times) -> None:
     assert times.items_s(8, 4) == pytest.approx(2 * (0.2 + 0.4))
     assert times.items_s(2, 4) == pytest.approx(0.3), "half a batch counts as half of one"
     assert times.lead_s == pytest.approx(0.3 + 0.2)
+
+
+def test_of_a_sample_without_a_size_nothing_is_learned() -> None:
+    assert line_through([(0.0, 5.0)], base=1.0, slope=2.0).line() == (1.0, 2.0)

@@ -187,6 +187,7 @@ def test_the_slowest_stage_sets_the_pace_of_the_queue(times: Times) -> None:
         max_batch_tokens=2048,
         num_prefills=3,
         slots=(2, 2),
+        num_passed=4,
     )
     times.seen(picture("a", 100))
     assert queue_s(knobs, times, OPEN, waiting) == pytest.approx(4 * 0.6 / 2), "of encode"
@@ -201,14 +202,20 @@ def test_without_flow_only_encode_holds_up_the_queue(times: Times) -> None:
     times.seen(picture("a", 100))
     times.prefilled(100.0, 1)
     for each in (knobs, replace(NONE, max_batch_items=4)):
-        assert queue_s(each, times, OPEN, Waiting(4, 4, 1, 2048, 1, (1,))) == pytest.approx(0.6)
+        assert queue_s(each, times, OPEN, Waiting(4, 4, 1, 2048, 1, (1,), 1)) == pytest.approx(0.6)
 
 
 def test_an_empty_queue_takes_no_time(times: Times) -> None:
-    assert queue_s(DEFAULTS, times, OPEN, Waiting(0, 0, 1, 2048, 1, (1,))) == 0.0
+    assert queue_s(DEFAULTS, times, OPEN, Waiting(0, 0, 1, 2048, 1, (1,), 1)) == 0.0
 
 
 def test_a_call_holds_no_more_items_than_its_tokens_allow(times: Times) -> None:
     times.seen(picture("a", 1000))
-    waiting = Waiting(4, 4, 1, 2500, 1, (1,))
+    waiting = Waiting(4, 4, 1, 2500, 1, (1,), 1)
     assert queue_s(DEFAULTS, times, OPEN, waiting) == pytest.approx(2 * (0.2 + 2000 * 0.001))
+
+
+def test_slots_that_are_free_hold_nobody_up(times: Times) -> None:
+    times.decoded(100.0)
+    assert queue_s(DEFAULTS, times, OPEN, Waiting(0, 8, 1, 2048, 1, (8,), 0)) == 0.0
+    assert queue_s(DEFAULTS, times, OPEN, Waiting(0, 8, 1, 2048, 1, (8,), 4)) == 50.0

@@ -32,10 +32,10 @@ def test_backlog_is_the_sum_of_what_is_held(worker: Worker) -> None:
 def test_what_starts_is_held_and_what_is_only_held_does_not_run(worker: Worker) -> None:
     worker.hold("on its way", 5)
     worker.start("a", 3, now_ns=0)
-    assert worker.running == {"a": 3}
+    assert worker.running == {"a": 0}
     assert worker.backlog_tokens == 8
-    worker.start("on its way", 5, now_ns=0)
-    assert worker.running == {"a": 3, "on its way": 5}
+    worker.start("on its way", 5, now_ns=9)
+    assert worker.running == {"a": 0, "on its way": 9}
     assert worker.backlog_tokens == 8
 
 

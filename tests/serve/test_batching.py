@@ -609,3 +609,32 @@ async def test_what_the_server_decided_can_be_decided_again(serve: Serve, tmp_pa
     assert sum(batches.num_items for batches in outcome.batches.values()) == sum(
         server.encode_calls
     )
+
+
+async def test_a_batch_goes_on_for_one_who_joined_it_although_it_has_the_embedding_by_others(
+    server: Server,
+) -> None:
+    """It is for the core to say that nobody waits for a batch."""
+    server.hold("encode")
+    leaver = await server.connect(body(ask_about("which?", RED)))
+    await server.working("encode")
+    joins = ask(server, "which?", RED)
+    await until(lambda: server.core.num_open == 2 and not server.num_preparing)
+    server.driver._embeddings._wanting.clear()  # as if another request had given it to both
+    await leaver.leave()
+    await until(lambda: server.core.num_open == 1)
+    assert server.driver._batches
+    server.release()
+    await assert_answers([joins], [RED])
+
+
+async def test_a_folder_that_cannot_be_made_fails_the_batch_and_not_the_encoder(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(batch_id: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(server.driver._embeddings, "open_batch", full)
+    assert (await ask(server, "which?", RED)).status_code == 500
+    monkeypatch.undo()
+    await assert_answers([ask(server, "which?", RED)], [RED])

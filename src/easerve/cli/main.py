@@ -258,7 +258,9 @@ def bench_flow(
     from easerve.config import ConfigError
 
     try:
-        room = {"max_num_seqs": slots, "kv_cache_memory": "512MiB"}
+        room: dict[str, Any] = {"max_num_seqs": slots}
+        if deployment is None:  # the tiny model's file has room for few
+            room["kv_cache_memory"] = "512MiB"
         measured = command.read(deployment, {"prefill": room, "decode": room})
         plan = Plan(measured.policy, requests, rate, tokens, promise, rounds, seed)
         raise typer.Exit(command.bench_flow(measured, plan, command.Output(json_output, html)))

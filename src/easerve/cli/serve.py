@@ -25,6 +25,7 @@ from easerve.cli.deploy import (
 from easerve.cli.progress import StartProgress
 from easerve.cluster.local import EngineStartError
 from easerve.config import GIB, ConfigError, Deployment, build, merge, parse_topology, read_file
+from easerve.engines.protocol import EngineError
 from easerve.engines.vllm import launch, memory, models
 from easerve.serve.decisions import DecisionLog, StepLog
 from easerve.types import Stage, WorkerId
@@ -117,7 +118,7 @@ def run(deployment: Deployment, decision_log: Path | None = None) -> int:
             stack.callback(log.close)
         try:
             return uvloop.run(_serve(deployment, log))
-        except EngineStartError as error:
+        except (EngineStartError, EngineError) as error:
             print(f"easerve: {error}", file=sys.stderr)
             return 1
 

@@ -14,6 +14,7 @@ from easerve.policy.knobs import Knobs
 from easerve.types import NS_PER_S
 
 HARD_TIMEOUT_NS = NS_PER_S
+LEAST_SLACK_S = 0.005  # a prefill that is late would be waited for again and again
 PASS_THROUGH, FULL, DRAIN = "pass-through", "full", "drain"
 HARD_TIMEOUT, SLO = "hard timeout", "slo"
 
@@ -140,7 +141,8 @@ class Slack:
         self._gap_k, self._value = knobs.gap_k, 1.0 + knobs.encoder_value
 
     def hold(self, view: View) -> Hold:
-        free = Hold(view.now_ns + _ns(max(0.0, view.backlog_s - view.service_s)), "slack")
+        free_s = view.backlog_s - view.service_s
+        free = Hold(view.now_ns + (_ns(free_s) if free_s > LEAST_SLACK_S else 0), "slack")
         if view.gap_s is None or not self._pays(view, view.gap_s):
             return free
         # Bursts make batches by themselves; what comes after one is further away than a mean gap.

@@ -464,13 +464,15 @@ class Core:
         del self._requests[request_id]
         self._num_bytes -= request.num_bytes
         self._queues.drop(request)
-        for batch_id, batch in self._encoding.drop(request):
+        orphans = self._encoding.drop(request)
+        for batch_id, batch in orphans:
             self.pool.release(batch.worker_id, batch_id)
         for leg in request.legs:
             self._hand_over(request, leg, None)
         self.pool.release(request.destination, request_id)
         done = request.state is RequestState.COMPLETED
         self._actions.append((ev.Complete if done else ev.Cancel)(request_id))
+        self._actions += [ev.CancelEncode(batch_id) for batch_id, _ in orphans]
 
     def _expire(self) -> None:
         for request in list(self._requests.values()):

@@ -48,7 +48,9 @@ class Line:
         self._x, self._y, self._xx, self._xy = (Mean() for _ in range(4))
 
     def observe(self, x: float, y: float) -> None:
-        """One more sample, ``x`` above 0."""
+        """One more sample; of one at 0 nothing is learned."""
+        if x <= 0:
+            return
         for mean, sample in ((self._x, x), (self._y, y), (self._xx, x * x), (self._xy, x * y)):
             mean.observe(sample)
 

@@ -249,6 +249,13 @@ class StartEncode:
 
 
 @dataclass(frozen=True, slots=True)
+class CancelEncode:
+    """Nobody waits for anything of this batch any more."""
+
+    batch_id: BatchId
+
+
+@dataclass(frozen=True, slots=True)
 class StartPrefill:
     """``reason``: why this worker. A leg that resumes prefills the tokens already sent, too."""
 
@@ -270,7 +277,7 @@ class StartDecode:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Stop what runs for the request, in every stage; a batch shared with open requests goes on."""
+    """Stop what runs for the request, but for encode batches: see CancelEncode."""
 
     request_id: RequestId
 
@@ -297,6 +304,5 @@ class Complete:
     request_id: RequestId
 
 
-Action: TypeAlias = (
-    Prepare | StartEncode | StartPrefill | StartDecode | Cancel | Reject | Fail | Complete
-)
+RequestAction: TypeAlias = Prepare | StartPrefill | StartDecode | Cancel | Reject | Fail | Complete
+Action: TypeAlias = StartEncode | CancelEncode | RequestAction

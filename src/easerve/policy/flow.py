@@ -21,7 +21,7 @@ from easerve.types import NS_PER_S, Stage
 
 UNLIMITED = 1 << 30
 SHARE_OF_TTFT = 0.25
-AGAIN_S = 0.001
+AGAIN_S = 0.02  # prefill tells when it is done; this is for what it should have done by then
 START, CAUTION = 8.0, 0.2
 
 
@@ -85,7 +85,10 @@ def credit(knobs: Knobs, times: Times, window: Window, load: Load) -> Credit:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """What is before the gate: items, and the legs of their requests; the workers of each stage."""
+    """What is before the gate: items, and the legs of their requests; the workers of each stage.
+
+    ``num_passed``: legs that are past it.
+    """
 
     num_items: int
     num_legs: int
@@ -93,6 +96,7 @@ class Waiting:
     max_batch_tokens: int
     num_prefills: int
     slots: Sequence[int]
+    num_passed: int
 
 
 def queue_s(knobs: Knobs, times: Times, window: Window, waiting: Waiting) -> float:
@@ -103,8 +107,8 @@ def queue_s(knobs: Knobs, times: Times, window: Window, waiting: Waiting) -> flo
         return encode_s
     prefill_s = times.observed_prefill_s * waiting.num_legs / waiting.num_prefills
     slots = window.usable(waiting.slots, knobs.tpot_slo_s)
-    decode_s = times.decode_s * waiting.num_legs / slots
-    return max(encode_s, prefill_s, decode_s)
+    num_late = max(0, waiting.num_legs - max(0, slots - waiting.num_passed))
+    return max(encode_s, prefill_s, times.decode_s * num_late / slots)
 
 
 class Flow:
@@ -184,6 +188,7 @@ class Flow:
                 min(encoder.max_batch_tokens for encoder in encoders),
                 len(pool.of(Stage.PREFILL)),
                 _slots(pool),
+                self.gate.num_passed,
             ),
         )
 

@@ -76,15 +76,16 @@ class MicroBatcher:
                     yield self._closing(
                         part, hold.reason, pool, 0 if num_idle else self._knobs.run_ahead, now_ns
                     )
-                self._held_ns = None
+                    self._held_ns = None
                 return
             if due:
                 break  # it goes to the first encoder that is idle, and nothing ahead of it
             if num_idle:
                 self._wake(hold.until_ns)
-        if gate.allowed is not None:
-            self._held_ns = now_ns if self._held_ns is None else self._held_ns
-            self._held_by = gate.held_by
+        if gate.allowed is None or all(map(gate.admits, self._encoding.waiting())):
+            self._held_ns = None
+        elif self._held_ns is None:
+            self._held_ns, self._held_by = now_ns, gate.held_by
 
     def _hold(self, candidate: Candidate, backlog_s: float, now_ns: int) -> Hold:
         if candidate.full:
@@ -162,7 +163,9 @@ class MicroBatcher:
         slo_s = self._knobs.ttft_slo_s
         if slo_s is None:
             return None
-        first = min(requests_of(entries), key=lambda request: request.received_ns)
-        prefill_s = first.shape.num_prompt_tokens * self._times.prefill_token_s
-        spare_s = until_prefill_s + prefill_s + TTFT_MARGIN * slo_s
-        return first.due_ns(slo_s) - int(spare_s * NS_PER_S)
+        token_s, spare_s = self._times.prefill_token_s, until_prefill_s + TTFT_MARGIN * slo_s
+        return min(
+            request.due_ns(slo_s)
+            - int((request.shape.num_prompt_tokens * token_s + spare_s) * NS_PER_S)
+            for request in requests_of(entries)
+        )

@@ -22,9 +22,9 @@ class Worker:
     work: dict[Hashable, int] = field(default_factory=dict)
     backlog_tokens: int = 0
     running: dict[Hashable, int] = field(default_factory=dict)
-    """What of the work is under way, with its tokens, in the order of its start."""
+    """What of the work is under way, and when it began, in that order."""
     progress_ns: int = 0
-    """When it last finished something, or began after it ran nothing."""
+    """When it last finished something."""
 
     def hold(self, key: Hashable, tokens: int) -> None:
         """Work that is on its way here."""
@@ -35,9 +35,7 @@ class Worker:
     def start(self, key: Hashable, tokens: int, now_ns: int) -> None:
         """Work that begins."""
         self.hold(key, tokens)
-        if not self.running:
-            self.progress_ns = now_ns
-        self.running[key] = tokens
+        self.running[key] = now_ns
 
     def release(self, key: Hashable) -> None:
         self.backlog_tokens -= self.work.pop(key, 0)
@@ -45,14 +43,18 @@ class Worker:
 
     def finish(self, key: Hashable, now_ns: int) -> float:
         """Work has ended; the seconds it took, or since what ended before it."""
-        since_ns, self.progress_ns = self.progress_ns, now_ns
+        since_ns = max(self.progress_ns, self.running.get(key, now_ns))
+        self.progress_ns = now_ns
         self.release(key)
         return (now_ns - since_ns) / NS_PER_S
 
     def backlog_s(self, token_s: float, now_ns: int) -> float:
         """Seconds of work, less what should be done by now of the piece that began first."""
-        first = next(iter(self.running.values()), 0)
-        done_s = min((now_ns - self.progress_ns) / NS_PER_S, first * token_s)
+        done_s = 0.0
+        for key, began_ns in self.running.items():  # the first of them
+            since_ns = max(self.progress_ns, began_ns)
+            done_s = min((now_ns - since_ns) / NS_PER_S, self.work[key] * token_s)
+            break
         return self.backlog_tokens * token_s - done_s
 
 

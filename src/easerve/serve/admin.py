@@ -38,7 +38,7 @@ class Admin:
             raise ApiError(400, "The body must be an object of knobs")
         before = self.knobs()
         try:
-            policy = Policy.model_validate(merge(before, content))
+            policy = Policy.model_validate(merge(before, content), strict=True)
         except ValidationError as error:
             lines = explain(error, Policy)
             raise ApiError(400, "; ".join(lines), lines[0].partition(":")[0]) from None

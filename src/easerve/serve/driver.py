@@ -2,7 +2,7 @@
 
 It decides nothing. Every action that starts work is answered by exactly one event, unless the
 work was cancelled. What a request needs on its way (media, prompt, KV handles) is in its Job;
-its embeddings are files in the job's folder, removed when the job ends.
+its embeddings are files that serve/embeddings keeps.
 """
 
 import asyncio
@@ -71,7 +71,7 @@ class Driver:
         self._rendering: dict[WorkerId, int] = {}
         self._jobs: dict[RequestId, Job] = {}
         self.timelines: OrderedDict[str, dict[str, float]] = OrderedDict()  # of the last requests
-        self._batches: dict[BatchId, tuple[asyncio.Task[None], ev.StartEncode]] = {}
+        self._batches: dict[BatchId, asyncio.Task[None]] = {}
         self._calls: defaultdict[WorkerId, set[asyncio.Task[None]]] = defaultdict(set)
         self._events: list[ev.Event] = []
         self._flush_due = False
@@ -178,12 +178,17 @@ class Driver:
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._flush)
 
     def _perform(self, action: ev.Action) -> None:
-        if isinstance(action, ev.StartEncode):
-            self._start_encode(action)
-            return
-        job = self._jobs.get(action.request_id)
-        if job is None:
-            return
+        match action:
+            case ev.StartEncode():
+                self._start_encode(action)
+            case ev.CancelEncode():
+                if action.batch_id in self._batches:
+                    self._batches[action.batch_id].cancel()
+            case _:
+                if action.request_id in self._jobs:
+                    self._perform_for(self._jobs[action.request_id], action)
+
+    def _perform_for(self, job: Job, action: ev.RequestAction) -> None:
         match action:
             case ev.Prepare():
                 self._run(job, PREPARATION, partial(self._prepare, job))
@@ -231,9 +236,6 @@ class Driver:
         for task in job.tasks.values():
             task.cancel()
         self._embeddings.want_no_more(job)
-        for task, batch in self._batches.values():
-            if not any(self._embeddings.wanting(entry.item.key) for entry in batch.items):
-                task.cancel()
 
     def _finish(self, job: Job, outcome: str, error: ApiError | None = None) -> None:
         del self._jobs[job.request_id]
@@ -347,7 +349,7 @@ class Driver:
         self.metrics.batch_closed(action, waits_s)
         task = asyncio.get_running_loop().create_task(self._encode(action))
         task.add_done_callback(lambda _: self._batches.pop(action.batch_id))
-        self._batches[action.batch_id] = task, action
+        self._batches[action.batch_id] = task
         self._track(action.worker_id, task)
 
     def _jobs_of(self, batch: ev.StartEncode) -> list[Job]:
@@ -356,9 +358,10 @@ class Driver:
         return list({job.request_id: job for job in jobs}.values())
 
     async def _encode(self, action: ev.StartEncode) -> None:
-        begin, folder = self._clock_ns(), self._embeddings.open_batch(action.batch_id)
+        begin, folder = self._clock_ns(), None
         self.metrics.encoder_busy(action.worker_id, 1, begin)
         try:
+            folder = self._embeddings.open_batch(action.batch_id)
             keys = [e.item.key for e in action.items if self._embeddings.wanting(e.item.key)]
             calls = [self._encode_call(key, folder) for key in keys]
             if calls:  # else everybody has been given what another request had
@@ -373,7 +376,8 @@ class Driver:
             self._post(ev.EncodeFailed(action.batch_id, retryable=False))
         finally:
             self.metrics.encoder_busy(action.worker_id, -1, self._clock_ns())
-            self._embeddings.close_batch(folder)
+            if folder is not None:
+                self._embeddings.close_batch(folder)
 
     async def _encode_failed(self, action: ev.StartEncode, error: EngineError) -> None:
         """Of one item it is known who is at fault; the core looks for it among several."""

@@ -1,9 +1,10 @@
 """The embeddings of the open requests: who wants one, who has it, and the files they are.
 
 An encoder writes into the folder of its batch. A request uses the folder of the first batch that
-made something for it; what it has from elsewhere is linked into that. A folder goes with the last
-who uses it, so that a request depends on no other. It is renamed before it is removed: an engine
-that still writes finds no folder, and leaves nothing behind.
+made something for it; what it has from elsewhere is linked into that. A file goes with the last who
+has it, a folder with the last who uses it, so that a request depends on no other and keeps nothing
+of another. A folder is renamed before it is removed: an engine that still writes finds none, and
+leaves nothing behind.
 """
 
 import contextlib
@@ -12,10 +13,12 @@ import shutil
 from collections import Counter
 from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 from easerve.serve.job import Job
 from easerve.types import BatchId, RequestId
 
+Row = TypeVar("Row")
 PART = ".part"  # of a file that is not complete
 
 
@@ -101,7 +104,9 @@ class Embeddings:
         return True
 
     def _give_up(self, job: Job) -> None:
-        _forget(job, self._files)
+        for key, file in _forget(job, self._files):
+            if file not in self._files.get(key, {}).values():
+                file.unlink(missing_ok=True)
         if job.folder is not None:
             self._leave(job.folder)
             job.folder = None
@@ -123,12 +128,13 @@ class Embeddings:
         shutil.rmtree(gone, ignore_errors=True)
 
 
-def _forget(
-    job: Job, table: dict[str, dict[RequestId, Job]] | dict[str, dict[RequestId, Path]]
-) -> None:
-    """Take a request out of a table by key and request."""
+def _forget(job: Job, table: dict[str, dict[RequestId, Row]]) -> list[tuple[str, Row]]:
+    """Take what a request has out of a table by key and request."""
+    taken = []
     for item in job.prompt.items if job.prompt else ():
         rows = table.get(item.key, {})
-        rows.pop(job.request_id, None)
+        if job.request_id in rows:
+            taken.append((item.key, rows.pop(job.request_id)))
         if not rows:
             table.pop(item.key, None)
+    return taken

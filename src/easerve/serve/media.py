@@ -24,6 +24,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 BACKGROUND = (255, 255, 255)  # under transparent pixels; vLLM's default
 MAX_GROWTH = 24
+SMALL = 1 << 16  # bytes of pixels that are not worth compressing
 PR_SET_PDEATHSIG = 1
 MEMORY_BYTES = 2 << 30
 HEADER = struct.Struct("<I")
@@ -113,7 +114,7 @@ def prepare(url: str, max_pixels: int, options: str = "") -> Picture:
     pixels = image.tobytes()
     digest = hashlib.sha256(f"{options}{image.width}x{image.height}:".encode() + pixels)
     # Uncompressed is fastest, but a tiny file must not become a huge one that the router holds.
-    form = "bmp" if len(pixels) <= MAX_GROWTH * len(content) else "png"
+    form = "bmp" if len(pixels) <= max(SMALL, MAX_GROWTH * len(content)) else "png"
     file = io.BytesIO()
     image.save(file, form, compress_level=1)
     encoded = base64.b64encode(file.getvalue()).decode()

@@ -111,6 +111,8 @@ class Metrics:
 
     def render(self, core: Core, now_ns: int) -> bytes:
         """The text form, with the gauges read from the core now."""
+        for worker_id in self._busy_since:
+            self.encoder_busy(worker_id, 0, now_ns)  # up to now
         self._rate.set(core.arrivals.rate_per_s(now_ns))
         self._cv.set(core.arrivals.cv)
         self._queue_s.set(core.queue_s())

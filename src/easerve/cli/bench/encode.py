@@ -54,9 +54,14 @@ class Plan:
         return self.policy.model_copy(update=changes)
 
     def pair(self) -> Iterator[tuple[str, Policy]]:
-        """Those compared one to one: pass-through and the deployment's own rule."""
+        """Those compared one to one: pass-through and ``rule``."""
         yield NONE, self.changed(when=NONE)
-        yield self.policy.when, self.policy
+        yield self.rule, self.changed(when=self.rule)
+
+    @property
+    def rule(self) -> str:
+        """The deployment's own rule, or the default one if that is pass-through."""
+        return self.policy.when if self.policy.when != NONE else Policy().when
 
     @property
     def num_runs(self) -> int:
@@ -92,7 +97,7 @@ class EncodeBench:
             "windows": self._windows,
         }
         result = {part: await parts[part]() for part in PARTS if part in self._plan.parts}
-        return result | ratios(result, self._plan.policy.when)
+        return result | ratios(result, self._plan.rule)
 
     def _pictures(self, num: int) -> list[Picture]:
         urls = (shapes.data_url(shapes.draw(self._rng).picture) for _ in range(num))
@@ -118,7 +123,7 @@ class EncodeBench:
 
     async def _one_call(self) -> Result:
         """By the stage: from the batch's start until all its embeddings are handed over."""
-        size = self._plan.policy.max_batch_items
+        size = min(self._plan.policy.max_batch_items, self._stage.most_items)
         alone = knobs_of(self._plan.changed(when="fixed", timeout_s=FILL_S, run_ahead=0))
         calls_s, batches_s = [], []
         for number in range(self._plan.num_rounds):

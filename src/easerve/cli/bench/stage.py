@@ -8,6 +8,7 @@ preprocessing, forward, embeddings published and handed over.
 import asyncio
 import math
 import os
+import shutil
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -120,6 +121,12 @@ class EncodeStage:
     pids: Sequence[int]
     folder: Path
 
+    @property
+    def most_items(self) -> int:
+        """Pictures in one call, by their tokens."""
+        most = min(encoder.max_batch_tokens for encoder in self.encoders)
+        return most // self.prompt.items[0].num_tokens
+
     async def saturate(self, knobs: Knobs, pictures: Sequence[Picture]) -> StageRun:
         """All pictures at once, each of a request of its own; until the last one is encoded."""
         recorder, go, over = Recorder(), asyncio.Event(), asyncio.Event()
@@ -149,7 +156,7 @@ class EncodeStage:
             await asyncio.gather(*map(_answered, jobs))
         finally:
             await driver.close()
-            folder.rmdir()
+            shutil.rmtree(folder, ignore_errors=True)
         return StageRun(len(jobs) / run.duration_s, cpu_s / len(jobs), run)
 
     async def call(self, pictures: Sequence[Picture]) -> float:

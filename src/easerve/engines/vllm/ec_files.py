@@ -1,25 +1,23 @@
 """Embeddings from Encode to Prefill as files in shared memory, in folders that the router names.
 
 vLLM's example connector keeps one file per item for ever, and an item that is not there kills
-the engine that asks for it. Here the router owns the folders: an encoder writes into one for each
-batch, a request reads from its own. A missing item fails the one request that needs it.
+the engine that asks for it. Here the router owns the folders, and removes them; a missing item
+fails the one request that needs it.
 
 ``ec_transfer_params`` (both sides): ``{"folders": [path, ...]}``, one per item in prompt order.
-An item is the tensor ``<item hash>``, of shape ``[num_tokens, hidden_size]``, in the file
-``<folder>/<item hash>.safetensors``. The items of one step are one file with a name for each; the
-names are given when it is complete.
+A file is ``<folder>/<item hash>.safetensors`` with one tensor ``embedding`` of shape
+``[num_tokens, hidden_size]``. It is moved into place when complete.
 
-Producer: the scheduler half notes who wants which item, the worker half gathers what the encoder
-made, and what its cache still has, and writes it at the end of the step. Consumer: the scheduler
-half reads the file when the request is about to be scheduled and hands the tensor to the workers
-with the step, so that nobody depends on the file after that.
+Producer: the scheduler half notes who wants which item, the worker half writes it after the
+encoder ran, or at once when the encoder cache still has it. Consumer: the scheduler half reads
+the file when the request is about to be scheduled and hands the tensor to the workers with the
+step, so that nobody depends on the file after that.
 """
 
-import contextlib
 import os
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import lru_cache
 from typing import Any
 
 import safetensors.torch
@@ -66,7 +64,6 @@ class FileConnector(ECConnectorBase):
         self._step = Step()
         self._planned: set[str] = set()  # requests whose folders are in a step already
         self._wanted: dict[str, list[str]] = {}  # worker half: item -> folders
-        self._made: dict[str, dict[str, torch.Tensor]] = {}  # worker half: folder -> items
         self._loaded: dict[str, dict[str, torch.Tensor]] = {}  # request -> item -> embedding
         self._load_s: dict[str, float] = {}  # request -> seconds spent reading
         self._unavailable: set[str] = set()
@@ -99,9 +96,8 @@ class FileConnector(ECConnectorBase):
 
     def _read(self, folder: str, item: str) -> torch.Tensor | None:
         try:
-            with safetensors.safe_open(Path(folder, f"{item}.safetensors"), "pt") as file:
-                return file.get_tensor(item).clone()  # of its own: the file has others in it
-        except (OSError, safetensors.SafetensorError) as error:
+            return safetensors.torch.load_file(f"{folder}/{item}.safetensors")["embedding"]
+        except (OSError, KeyError, safetensors.SafetensorError) as error:
             logger.warning("no embedding of item %s in %s: %s", item, folder, error)
             return None
 
@@ -143,37 +139,13 @@ class FileConnector(ECConnectorBase):
     ) -> None:
         for item, folders in self._get_step().folders.items():
             if encoder_cache and item in encoder_cache:  # not encoded again, so never saved again
-                self._gather(encoder_cache[item], item, folders)
+                _write(encoder_cache[item], item, folders)
             else:
                 self._wanted.setdefault(item, []).extend(folders)
 
     def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **_: Any) -> None:
         if self.is_producer:
-            self._gather(encoder_cache[mm_hash], mm_hash, self._wanted.pop(mm_hash, []))
-
-    def _gather(self, embedding: torch.Tensor, item: str, folders: list[str]) -> None:
-        for folder in folders:
-            self._made.setdefault(folder, {})[item] = embedding
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """The end of a step: what it made is published."""
-        made, self._made = self._made, {}
-        for folder, items in made.items():
-            self._publish(Path(folder), items)
-        return None, None
-
-    def _publish(self, folder: Path, items: dict[str, torch.Tensor]) -> None:
-        """One file with a name for each item. A folder that is gone belongs to a batch that is."""
-        embeddings = {item: each.detach().cpu().contiguous() for item, each in items.items()}
-        part = folder / f"{os.getpid()}.part"
-        try:
-            part.write_bytes(safetensors.torch.save(embeddings))
-            for item in items:
-                with contextlib.suppress(FileExistsError):
-                    os.link(part, folder / f"{item}.safetensors")
-            part.unlink()
-        except OSError as error:
-            logger.warning("embeddings not published: %s", error)
+            _write(encoder_cache[mm_hash], mm_hash, self._wanted.pop(mm_hash, []))
 
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **_: Any) -> None:
         from vllm.platforms import current_platform
@@ -181,3 +153,24 @@ class FileConnector(ECConnectorBase):
         for item, tensor in self._get_step().tensors.items():
             if item not in encoder_cache:
                 encoder_cache[item] = tensor.to(current_platform.device_type)
+
+
+def _write(embedding: torch.Tensor, item: str, folders: list[str]) -> None:
+    """Publish an item; a folder that is gone belongs to a batch that is gone."""
+    content = embedding.detach().cpu().contiguous()
+    for folder in folders:
+        part = f"{folder}/{item}.{os.getpid()}.part"
+        try:
+            with open(part, "wb") as file:  # noqa: PTH123 (as quick as can be, for each item)
+                file.write(_header(content.shape, content.dtype))
+                file.write(memoryview(content.view(torch.uint8).numpy()))
+            os.rename(part, f"{folder}/{item}.safetensors")  # noqa: PTH104
+        except OSError as error:
+            logger.warning("embedding of item %s not published: %s", item, error)
+
+
+@lru_cache
+def _header(shape: torch.Size, dtype: torch.dtype) -> bytes:
+    """Of a file with one tensor ``embedding``, as the library writes it."""
+    content: bytes = safetensors.torch.save({"embedding": torch.zeros(shape, dtype=dtype)})
+    return content[: 8 + int.from_bytes(content[:8], "little")]
