@@ -24,7 +24,7 @@ test: .venv/cpu  ## every test, with real engines
 	$(BIN)/pytest --cov --cov-report=term
 
 test-unit: .venv/dev  ## everything that needs no engine
-	$(BIN)/pytest -m "not engines"
+	PYTHONHASHSEED=0 $(BIN)/pytest -m "not engines" -n 2 --dist loadfile
 
 check: .venv/dev  ## lint, format, types, import directions
 	$(BIN)/ruff check .

@@ -172,6 +172,17 @@ def test_steps_are_on_disk_after_a_second_and_at_the_end(path: Path) -> None:
     assert num_lines(path) == 5
 
 
+def test_what_was_gathered_is_written_while_no_steps_come(path: Path) -> None:
+    log = DecisionLog(path, HEADER)
+    log.step(NS_PER_S, [], [])
+    log.step(NS_PER_S + 1, [], [])
+    assert num_lines(path) == 2
+    log.flush()
+    assert num_lines(path) == 3
+    log.close()
+    log.flush()  # harmless
+
+
 def test_many_steps_are_not_kept_in_memory_for_a_second(path: Path) -> None:
     log = DecisionLog(path, HEADER)
     for _ in range(10_000):

@@ -159,7 +159,7 @@ async def service(
             if engine.stage is Stage.ENCODE:
                 await engine.learn_limits()
             driver.add_engine(engine)
-        watching = asyncio.create_task(_watch(driver))
+        watching = asyncio.create_task(_watch(driver, log))
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         yield Service(deployment, driver, cluster, server, f"http://{shown}:{port}")
@@ -175,10 +175,12 @@ async def service(
         await cluster.stop()
 
 
-async def _watch(driver: Driver) -> None:
-    """Notice engines that died while nobody called them."""
+async def _watch(driver: Driver, log: StepLog | None) -> None:
+    """Notice engines that died while nobody called them; write the log down."""
     while True:
         await asyncio.sleep(HEALTH_PERIOD_S)
+        if log is not None:
+            log.flush()
         await asyncio.gather(*(driver.probe(engine.worker_id) for engine in driver.engines()))
 
 

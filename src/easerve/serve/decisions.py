@@ -44,6 +44,8 @@ class StepLog(Protocol):
 
     def step(self, now_ns: int, events: Sequence[Event], actions: Sequence[Action]) -> None: ...
 
+    def flush(self) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -98,6 +100,15 @@ class DecisionLog:
                 self._file.flush()
                 self._flushed_ns = now_ns
         except Exception as error:  # whatever it is, serving goes on
+            self._report(error)
+            self._abandon()
+
+    def flush(self) -> None:
+        """Write what was gathered, while no steps come. Raises nothing."""
+        try:
+            if self._file is not None:
+                self._file.flush()
+        except OSError as error:
             self._report(error)
             self._abandon()
 

@@ -115,5 +115,8 @@ class Recorder:
         self._run.busy_share = self._busy_ns / max(1, now_ns - self._begin_ns) / num_encoders
         return self._run
 
+    def flush(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
