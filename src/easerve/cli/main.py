@@ -196,7 +196,7 @@ def bench_encode(
     low_rate: Annotated[float, typer.Option(min=0.1, help="Requests/s of part low.")] = 5,
     window_rate: Annotated[float, typer.Option(min=0.1, help="Requests/s of part windows.")] = 15,
     duration_s: Annotated[float, typer.Option(min=0.1, help="Of a run at some rate.")] = 5,
-    pictures: Annotated[int, typer.Option(min=1, help="Of a run of part stage.")] = 480,
+    pictures: Annotated[int, typer.Option(min=1, help="Of a run of part stage.")] = 960,
     requests: Annotated[int, typer.Option(min=1, help="Of a run of part server.")] = 240,
     concurrency: Annotated[int, typer.Option(min=1, help="Clients of part server.")] = 32,
     rounds: Annotated[int, typer.Option(min=1, help="Of what is compared one to one.")] = 5,
