@@ -1,6 +1,7 @@
 # The same commands for people and for CI.
 PYTHON ?= python3
 BIN := .venv/bin
+UNIT := PYTHONHASHSEED=0 $(BIN)/pytest -m "not engines" -n 2 --dist loadfile
 export PYTHON
 
 .PHONY: install demo test test-unit check fmt docs docs-batching model accuracy random-models clean
@@ -21,10 +22,11 @@ demo: .venv/cpu  ## E, P and D on this CPU answer a question about a picture
 	@$(BIN)/easerve demo
 
 test: .venv/cpu  ## every test, with real engines
-	$(BIN)/pytest --cov --cov-report=term
+	$(UNIT) --cov --cov-report=term
+	$(BIN)/pytest -m engines
 
 test-unit: .venv/dev  ## everything that needs no engine
-	PYTHONHASHSEED=0 $(BIN)/pytest -m "not engines" -n 2 --dist loadfile
+	$(UNIT)
 
 check: .venv/dev  ## lint, format, types, import directions
 	$(BIN)/ruff check .
