@@ -100,7 +100,7 @@ class World:
                 finished = ev.PrefillFinished(request_id, leg, attempt)
                 self._serve(worker_id, seconds, now_ns, finished)
             case ev.StartDecode(request_id, leg, attempt, worker_id):
-                tpot_s = self.costs.decode_s(1)
+                tpot_s = self.costs.step_s(1)
                 seconds = MAX_NEW_TOKENS * tpot_s
                 decoded = ev.DecodeFinished(request_id, leg, attempt, seconds, tpot_s)
                 self._serve(worker_id, seconds, now_ns, decoded)

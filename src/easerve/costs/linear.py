@@ -27,6 +27,3 @@ class LinearCosts:
     def step_s(self, num_running: int) -> float:
         """A decode step that gives each of so many requests a token."""
         return self.decode_token_s * (1 + self.decode_crowding * (num_running - 1))
-
-    def decode_s(self, num_tokens: int) -> float:
-        return self.decode_token_s * num_tokens

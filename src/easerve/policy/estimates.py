@@ -19,10 +19,6 @@ class Estimates(Protocol):
         """One prompt of ``num_tokens`` tokens."""
         ...
 
-    def decode_s(self, num_tokens: int) -> float:
-        """``num_tokens`` decode steps."""
-        ...
-
 
 class Mean:
     """An exponentially weighted mean; the first samples weigh the same, later ones ``GAIN``."""

@@ -2,11 +2,11 @@
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from easerve.bench.client import Planned, Progress, run_in_process
+from easerve.bench.client import Planned, run_in_process
 from easerve.bench.cpu import cpu_seconds
 from easerve.cli.bench.recorder import EncodeRun, Recorder
 from easerve.cli.deploy import Service
@@ -72,7 +72,6 @@ class Bench:
         bodies: Sequence[dict[str, Any]],
         times_s: Sequence[float] | None = None,
         concurrency: int | None = None,
-        on_progress: Callable[[Progress], None] | None = None,
     ) -> LoadRun:
         """At ``times_s``, or in a closed loop of ``concurrency``."""
         service = self._service
@@ -90,7 +89,6 @@ class Bench:
             planned,
             key.get_secret_value() if key else None,
             concurrency=concurrency,
-            on_progress=on_progress,
         )
         cpu_s = self._cpu_s() - before_s
         encode = self._recorder.run(time.monotonic_ns(), self.num_encoders)
