@@ -4,7 +4,7 @@ BIN := .venv/bin
 UNIT := PYTHONHASHSEED=0 $(BIN)/pytest -m "not engines" -n 2 --dist loadfile
 export PYTHON
 
-.PHONY: install demo test test-unit check fmt docs docs-batching model accuracy random-models clean
+.PHONY: install demo test test-unit soak check fmt docs docs-batching model accuracy random-models clean
 
 install: .venv/cpu  ## the virtual environment with the CPU engines
 	@$(BIN)/easerve --version
@@ -27,6 +27,10 @@ test: .venv/cpu  ## every test, with real engines
 
 test-unit: .venv/dev  ## everything that needs no engine
 	$(UNIT)
+
+MINUTES ?= 30
+soak: .venv/cpu  ## load with offload for MINUTES=30: nothing fails, answers right, nothing grows
+	$(BIN)/python -m tests.real.soak --minutes $(MINUTES)
 
 check: .venv/dev  ## lint, format, types, import directions
 	$(BIN)/ruff check .

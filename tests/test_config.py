@@ -15,9 +15,11 @@ from easerve.config import (
     parse_topology,
     read_file,
 )
-from easerve.policy.batching import RULES
+from easerve.policy.batching import RULES as WHEN
+from easerve.policy.share import RULES as WHERE
 
 EXAMPLE = Path(__file__).parents[1] / "examples/tiny-llava.yaml"
+OFFLOAD = EXAMPLE.with_name("tiny-llava-offload.yaml")
 CUDA = {"model": "m", "device": "cuda"}
 
 
@@ -43,6 +45,38 @@ def test_the_examples_limits_and_policy_are_the_defaults_as_it_says() -> None:
     example, default = load(EXAMPLE), build({"model": "m"}, "test")
     assert (example.limits, example.policy) == (default.limits, default.policy)
     assert example.server == default.server
+
+
+def test_the_offload_example_has_local_prefill_and_is_the_other_in_all_else() -> None:
+    offload, example = load(OFFLOAD), load(EXAMPLE)
+    assert offload.local_prefill is not None
+    assert offload.policy.remote_share == 0.55
+    changed = {"local_prefill": offload.local_prefill, "policy": offload.policy}
+    engine = {"engine": example.engine.model_copy(update={"fork_server": None})}
+    assert example.model_copy(update=changed | engine) == offload
+
+
+@pytest.mark.parametrize(("text", "has"), [("", False), (": ", False), (": {}", True)])
+def test_local_prefill_is_there_where_the_file_names_it(
+    tmp_path: Path, text: str, has: bool
+) -> None:
+    made = load(write(tmp_path, "model: m\n" + (f"local_prefill{text}" if text else "")))
+    assert (made.local_prefill is not None) is has
+    if made.local_prefill is not None:
+        assert made.local_prefill.gpu_memory_utilization is None
+        assert made.local_prefill.max_num_seqs == made.prefill.max_num_seqs
+
+
+def test_prefill_engines_keep_a_gib_of_embeddings_and_wait_half_a_minute() -> None:
+    engine = build({"model": "m"}, "test").engine
+    assert (engine.embedding_cache, engine.embedding_timeout_s) == (1 << 30, 30)
+
+
+def test_a_share_of_both_or_of_neither_is_taken() -> None:
+    for given in ({}, {"gpu_memory_utilization": 0.4}):
+        made = build(CUDA | {"encode": given, "local_prefill": given}, "test")
+        assert made.local_prefill is not None
+        assert made.local_prefill.gpu_memory_utilization == given.get("gpu_memory_utilization")
 
 
 def test_a_model_alone_is_a_deployment() -> None:
@@ -79,7 +113,16 @@ def test_a_deployment_cannot_be_changed() -> None:
         ("{model: m, encode: {replicas: 0}}", r"encode.replicas: .*\(got 0\)"),
         ("{model: m, decode: {kv_cache_memory: lots}}", "decode.kv_cache_memory: .*'lots'"),
         ("{model: m, prefill: {gpu_memory_utilization: 1.1}}", "prefill.gpu_memory_utilization: "),
-        ("{model: m, policy: {remote_share: 0.5}}", "policy.remote_share: .*equal to 1.*got 0.5"),
+        ("{model: m, policy: {remote_share: 1.5}}", r"policy.remote_share: .*equal to 1 .*got 1.5"),
+        ("{model: m, policy: {remote_share: -0.1}}", r"policy.remote_share: .*equal to 0 .*-0.1"),
+        ("{model: m, policy: {remote_share: .nan}}", r"policy.remote_share: .*\(got nan\)"),
+        ("{model: m, policy: {where: random}}", r"policy.where: .*'jsq' \(got 'random'\)"),
+        ("{model: m, policy: {band_kappa: 0.4}}", r"policy.band_kappa: .*equal to 0.5 \(got 0.4\)"),
+        ("{model: m, policy: {band_kappa: .inf}}", r"policy.band_kappa: .*\(got inf\)"),
+        ("{model: m, policy: {offload_seed: -1}}", r"policy.offload_seed: .*\(got -1\)"),
+        ("{model: m, policy: {offload_seed: x}}", r"policy.offload_seed: .*integer.*\(got 'x'\)"),
+        ("{model: m, policy: {share_trim: maybe}}", r"policy.share_trim: .*boolean.*'maybe'"),
+        ("{model: m, policy: {spill_guard_s: 0}}", r"policy.spill_guard_s: .*greater than 0"),
         ("{model: m, policy: {when: never}}", r"policy.when: .*'gap' or 'slack' \(got 'never'\)"),
         ("{model: m, policy: {order: lifo}}", r"policy.order: .*'deadline' \(got 'lifo'\)"),
         ("{model: m, policy: {max_batch_items: 0}}", r"policy.max_batch_items: .*\(got 0\)"),
@@ -136,6 +179,44 @@ def test_a_deployment_cannot_be_changed() -> None:
             "{model: m, device: cuda, decode: {devices: [[0, 1]]}}",
             r"decode: devices \[0, 1\] must be 1 different GPUs",
         ),
+        ("{model: m, engine: {embedding_cache: 1 pie}}", "engine.embedding_cache: .*'1 pie'"),
+        ("{model: m, engine: {embedding_timeout_s: 0}}", "engine.embedding_timeout_s: .*than 0"),
+        ("{model: m, local_prefill: {replicas: 2}}", "local_prefill.replicas: unknown key; known"),
+        ("{model: m, local_prefill: {max_num_seq: 2}}", "seq: unknown key; did you mean 'max_num"),
+        ("{model: m, local_prefill: {max_num_seqs: 0}}", r"local_prefill.max_num_seqs: .*got 0"),
+        ("{model: m, local_prefill: 2}", "local_prefill: "),
+        (
+            "{model: m, local_prefill: {tensor_parallel_size: 2}}",
+            "local_prefill.tensor_parallel_size needs device: cuda",
+        ),
+        (
+            "{model: m, local_prefill: {gpu_memory_utilization: 0.5}}",
+            "local_prefill.gpu_memory_utilization needs device: cuda",
+        ),
+        (
+            "{model: m, device: cuda, local_prefill: {tensor_parallel_size: 2}}",
+            "local_prefill.tensor_parallel_size 2 does not divide the 1 GPUs of encode",
+        ),
+        (
+            "{model: m, device: cuda, local_prefill: {}, encode: {replicas: 2,"
+            " devices: [[0], [0]]}}",
+            "encode.devices overlap: local_prefill needs",
+        ),
+        *(
+            (f"{{model: m, device: cuda, local_prefill: {{}}, {section}}}", "give both or neither")
+            for section in (
+                "encode: {gpu_memory_utilization: 0.1}",
+                "local_prefill: {gpu_memory_utilization: 0.1}",
+            )
+        ),
+        *(
+            (f"{{model: m, policy: {{remote_share: 0.5}}{more}}}", "remote_share 0.5 needs a secti")
+            for more in ("", ", local_prefill: ", ", local_prefill: null")
+        ),
+        ("{model: m, encode: {cores: [[0], [1]]}}", "encode: cores names 2 engines, replicas 1"),
+        ("{model: m, encode: {cores: [[]]}}", "encode: cores: an engine needs at least one"),
+        ("{model: m, encode: {cores: [[-1]]}}", r"encode.cores.0.0: .*\(got -1\)"),
+        ("{model: m, device: cuda, decode: {cores: [[0]]}}", "decode.cores needs device: cpu"),
     ],
 )
 def test_a_bad_file_is_an_error_that_names_file_and_key(
@@ -202,8 +283,9 @@ policy: {when: fixed, timeout_s: 0.02, order: deadline, ttft_slo_s: 2, tpot_slo_
 
 
 def test_every_rule_can_be_named() -> None:
-    named = [build({"model": "m", "policy": {"when": when}}, "test") for when in RULES]
-    assert [deployment.policy.when for deployment in named] == list(RULES)
+    for knob, rules in (("when", WHEN), ("where", WHERE)):
+        named = [build({"model": "m", "policy": {knob: rule}}, "test").policy for rule in rules]
+        assert [getattr(policy, knob) for policy in named] == list(rules)
 
 
 def test_what_is_wrong_in_a_section_is_named_within_it() -> None:

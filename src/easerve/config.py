@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
 from pydantic import (
@@ -23,6 +23,7 @@ from pydantic import (
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, le=1e9)]  # no inf: the core counts nanoseconds
+Share = Annotated[float, Field(gt=0, le=1)]
 GPU_KEYS = frozenset({"devices", "gpu_memory_utilization", "tensor_parallel_size"})
 SECRETS = (("api_key",), ("admin_token",))
 MIB, GIB = 1 << 20, 1 << 30
@@ -60,6 +61,10 @@ class Engine(Section):
     mm_processor_kwargs: dict[str, Any] = {}
     """How the model's processor treats media, e.g. ``{max_pixels: 1000000}``; for all requests."""
     startup_timeout_s: Seconds = 600
+    embedding_cache: ByteSize = ByteSize(GIB)
+    """Embeddings that a prefill engine keeps, for requests that are still to come."""
+    embedding_timeout_s: Seconds = 30
+    """How long a prefill waits for embeddings that are on their way, before it fails."""
     extra_args: tuple[str, ...] = ()
     fork_server: bool | None = None
     """Fork engines from one process that has imported vLLM (CPU only). None: on a CPU, yes."""
@@ -73,32 +78,54 @@ class Engine(Section):
         return self
 
 
-class StageSection(Section):
-    """The engines of one stage. ``devices``: the GPUs of each replica; None: the next free ones."""
+class EngineSection(Section):
+    """Engines of one kind."""
 
-    replicas: Positive = 1
     tensor_parallel_size: Positive = 1
-    devices: tuple[tuple[int, ...], ...] | None = None
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     kv_cache_memory: ByteSize | None = None
     max_num_seqs: Positive = 256
     max_num_batched_tokens: Positive | None = None
     """Of encode: what one batch may hold, 8192 if None; else vLLM's own default if None."""
     extra_args: tuple[str, ...] = ()
 
+
+class StageSection(EngineSection):
+    """The engines of one stage.
+
+    ``devices``: the GPUs of each replica; None: the next free ones. ``cores``: likewise on a CPU;
+    None: all.
+    """
+
+    replicas: Positive = 1
+    devices: tuple[tuple[int, ...], ...] | None = None
+    cores: tuple[tuple[Annotated[int, Field(ge=0)], ...], ...] | None = None
+    gpu_memory_utilization: Share = 0.9
+
     @model_validator(mode="after")
-    def _devices_match(self) -> Self:
-        if self.devices is None:
-            return self
-        if len(self.devices) != self.replicas:
-            raise ValueError(f"devices names {len(self.devices)} engines, replicas {self.replicas}")
-        for group in self.devices:
+    def _one_group_per_replica(self) -> Self:
+        for key, groups in (("devices", self.devices), ("cores", self.cores)):
+            if groups is not None and len(groups) != self.replicas:
+                raise ValueError(f"{key} names {len(groups)} engines, replicas {self.replicas}")
+        for group in self.devices or ():
             if len(set(group)) != self.tensor_parallel_size:
                 raise ValueError(
                     f"devices {list(group)} must be {self.tensor_parallel_size} different GPUs "
                     "(tensor_parallel_size)"
                 )
+        if self.cores and () in self.cores:
+            raise ValueError("cores: an engine needs at least one")
         return self
+
+
+class LocalPrefill(EngineSection):
+    """Prefill engines beside the encoders, on the same devices.
+
+    On a CPU one per encoder. On GPUs the encoders' devices, in their order, are cut into groups of
+    ``tensor_parallel_size``, each of which is one engine's. ``gpu_memory_utilization`` None: a GPU
+    is divided between the two by what the model needs.
+    """
+
+    gpu_memory_utilization: Share | None = None
 
 
 class Policy(Section):
@@ -130,8 +157,18 @@ class Policy(Section):
     """Work that prefill may have ahead of what is encoded."""
     max_queue_s: Seconds = 30.0
     """A request that would wait longer for Encode is refused (429)."""
-    remote_share: Annotated[float, Field(ge=1, le=1)] = 1.0
+    where: Literal["deficit", "deficit-tokens", "band", "bernoulli", "jsq"] = "deficit"
+    """The rule that draws the side of a prefill: beside an encoder (local) or on the pool."""
+    remote_share: Annotated[float, Field(ge=0, le=1)] = 1.0
     """The share of prefills that run on the remote pool; 1 is no offload."""
+    band_kappa: Annotated[float, Field(ge=0.5, le=1e6)] = 2.0
+    """Rule band: how many prefills the remote pool may be ahead of its share, or behind."""
+    offload_seed: Annotated[int, Field(ge=0, lt=1 << 53)] = 0
+    """Rule bernoulli: another seed draws other sides."""
+    share_trim: bool = False
+    """The share follows the backlogs, by at most 0.02 in 10 s, from ``remote_share`` on."""
+    spill_guard_s: Seconds | None = None
+    """Beyond this difference of the backlogs the share is given up; None: never."""
 
 
 class MediaLimits(Section):
@@ -170,6 +207,8 @@ class Deployment(Section):
     server: Server = Server()
     engine: Engine = Engine()
     encode: StageSection = StageSection()
+    local_prefill: LocalPrefill | None = None
+    """None: every prefill runs on the engines of ``prefill``."""
     prefill: StageSection = StageSection()
     decode: StageSection = StageSection()
     policy: Policy = Policy()
@@ -177,15 +216,50 @@ class Deployment(Section):
 
     @model_validator(mode="after")
     def _device_rules(self) -> Self:
+        sections = ("encode", "local_prefill", "prefill", "decode")
+        given = {
+            name: section.model_fields_set
+            for name in sections
+            if (section := getattr(self, name)) is not None
+        }
         if self.device == "cuda":
             if self.engine.fork_server:
                 raise ValueError("engine.fork_server needs device: cpu (CUDA cannot fork)")
+            for name in (name for name, keys in given.items() if "cores" in keys):
+                raise ValueError(f"{name}.cores needs device: cpu")
             return self
         if self.gpu_memory is not None:
             raise ValueError("gpu_memory needs device: cuda")
-        for name in ("encode", "prefill", "decode"):
-            for key in sorted(GPU_KEYS & getattr(self, name).model_fields_set):
+        for name, keys in given.items():
+            for key in sorted(GPU_KEYS & keys):
                 raise ValueError(f"{name}.{key} needs device: cuda")
+        return self
+
+    @model_validator(mode="after")
+    def _local_prefill_rules(self) -> Self:
+        local, encode = self.local_prefill, self.encode
+        if local is None:
+            if self.policy.remote_share < 1:
+                raise ValueError(
+                    f"policy.remote_share {self.policy.remote_share:g} needs a section "
+                    "local_prefill: without it there is nothing but the remote engines"
+                )
+            return self
+        named = [gpu for group in encode.devices or () for gpu in group]
+        if len(set(named)) < len(named):
+            raise ValueError("encode.devices overlap: local_prefill needs GPUs of one encoder each")
+        num_gpus = encode.replicas * encode.tensor_parallel_size
+        if num_gpus % local.tensor_parallel_size:
+            raise ValueError(
+                f"local_prefill.tensor_parallel_size {local.tensor_parallel_size} does not divide "
+                f"the {num_gpus} GPUs of encode"
+            )
+        computed = "gpu_memory_utilization" not in encode.model_fields_set
+        if computed is not (local.gpu_memory_utilization is None):
+            raise ValueError(
+                "encode.gpu_memory_utilization and local_prefill.gpu_memory_utilization: give both "
+                "or neither, which divides the GPU by what the model needs"
+            )
         return self
 
     @property
@@ -199,7 +273,10 @@ class Deployment(Section):
 
 
 def parse_topology(text: str) -> dict[str, dict[str, int]]:
-    """``2e1p3d`` -> the replicas of each stage, as a part of a deployment."""
+    """``2e1p3d`` -> the replicas of each stage, as a part of a deployment.
+
+    Local prefill engines are not counted: how many there are follows from the encoders.
+    """
     match = re.fullmatch(r"([1-9]\d*)e([1-9]\d*)p([1-9]\d*)d", text.strip().lower())
     if match is None:
         raise ConfigError(f"topology {text!r}: expected e.g. 1e1p1d, at least one of each stage")
@@ -270,4 +347,5 @@ def _explain(issue: dict[str, Any], section: type[Section]) -> str:
 def _keys_at(path: tuple[Any, ...], section: Any) -> list[str]:
     for part in path:
         section = section.model_fields[part].annotation
+        section = next(iter(get_args(section)), section)  # of a section or None
     return list(section.model_fields)

@@ -19,6 +19,15 @@ class Stage(StrEnum):
     DECODE = "decode"
 
 
+class Side(StrEnum):
+    """Where a prefill runs."""
+
+    LOCAL = "local"
+    """Beside an encoder, on its device."""
+    REMOTE = "remote"
+    """On the pool of prefill engines."""
+
+
 class Modality(StrEnum):
     IMAGE = "image"
     VIDEO = "video"

@@ -1,14 +1,12 @@
 """The client asks the real server over fake engines."""
 
-from pathlib import Path
-
 from easerve.bench.client import Planned, run_load
 from easerve.config import Deployment
 from tests.serve.server import MODEL, Server, answer_words, ask_about, body, picture
 
 
-async def test_the_real_server(tmp_path: Path) -> None:
-    server = Server(tmp_path, Deployment.model_validate({"model": MODEL}))
+async def test_the_real_server() -> None:
+    server = Server(Deployment.model_validate({"model": MODEL}))
     await server.start()
     try:
         requests = [

@@ -1,15 +1,27 @@
 """``easerve bench``: what is asked wrongly, and what becomes of measured values."""
 
+import asyncio
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from easerve.bench.report import Table, html
-from easerve.cli.bench import shown
+from easerve.cli.bench import (
+    others,
+    shown,
+    transfer,
+    transfer_engines,
+    transfer_folders,
+    transfer_shown,
+)
 from easerve.cli.bench.encode import PARTS, Plan, Result, medians, ratios
 from easerve.cli.bench.recorder import Recorder
-from easerve.config import Policy
+from easerve.config import Deployment, Policy
+from easerve.engines.protocol import EngineError
+from easerve.engines.vllm.launch import EngineSpec
 from easerve.policy import events as ev
 from easerve.types import NS_PER_S, BatchId, MediaItem, Modality, RequestId, Shape, WorkerId
 
@@ -38,7 +50,32 @@ def test_what_cannot_be_measured_is_a_usage_error(
     assert message in ended.err
 
 
-@pytest.mark.parametrize("command", ["encode", "flow"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--parts", "data,nosuch"), "--parts: 'nosuch' is none of data, engines"),
+        (("--items", "0"), "--items: 0 is not from 1"),
+        (("--items", "1,2.5"), "--items: 2.5 is not a whole number"),
+        (("--disk", "/dev/shm"), "--disk /dev/shm: not a folder on a disk"),
+        (("--disk", "/nosuch"), "--disk /nosuch: not a folder"),
+    ],
+)
+def test_a_transfer_that_cannot_be_measured_is_a_usage_error(
+    easerve: Easerve, options: tuple[str, ...], message: str
+) -> None:
+    ended = easerve("bench", "transfer", *options)
+    assert (ended.code, ended.out) == (2, "")
+    assert message in ended.err
+
+
+def test_transfers_are_measured_on_a_cpu(easerve: Easerve, deployment: Path) -> None:
+    deployment.write_text(f"{deployment.read_text()}device: cuda\n")
+    ended = easerve("bench", "transfer", deployment)
+    assert (ended.code, ended.out) == (2, "")
+    assert "measures on a CPU" in ended.err
+
+
+@pytest.mark.parametrize("command", ["encode", "flow", "transfer"])
 def test_a_report_that_cannot_be_written_is_said_before_anything_starts(
     easerve: Easerve, tmp_path: Path, command: str
 ) -> None:
@@ -48,7 +85,7 @@ def test_a_report_that_cannot_be_written_is_said_before_anything_starts(
 
 
 def test_the_commands_are_known_by_their_names(easerve: Easerve) -> None:
-    assert all(name in easerve("bench", "--help").out for name in ("encode", "flow"))
+    assert all(name in easerve("bench", "--help").out for name in ("encode", "flow", "transfer"))
 
 
 # Values -------------------------------------------------------------------------------------------
@@ -127,6 +164,212 @@ def test_a_plan_counts_its_runs() -> None:
     plan = Plan(Policy(), PARTS, ["none", "slack"], [5, 9], [0, 0.1, 1], 5, 9, 1, 1, 1, 1, 3, 0)
     assert plan.num_runs == 6 + 6 + 7 + 6 + 4 + 3
     assert [rule for rule, _ in plan.pair()] == ["none", "slack"]
+
+
+# Transfers ----------------------------------------------------------------------------------------
+
+
+def test_push_is_compared_with_the_better_example() -> None:
+    rounds = {"push": [2.0, 3.0, 4.0], "example-shm": [8.0, 5.0, 4.0], "example-disk": [9.0] * 3}
+    found = transfer.ratios(4, rounds)
+    assert (found["example"], found["push_s"], found["example_s"]) == ("example-shm", 3, 5)
+    assert found["ratio"] == pytest.approx(0.6)
+    assert found["ratio_in_round"]["median"] == pytest.approx(0.6)  # of 0.25, 0.6 and 1
+
+
+def test_a_spread_is_of_values_that_were_measured() -> None:
+    assert transfer.spread([5, 1, 2, 4, 3]) == {"median": 3, "low": 2, "high": 4}
+    assert transfer.spread([7]) == {"median": 7, "low": 7, "high": 7}
+
+
+def test_a_transfer_plan_counts_the_turns_of_its_parts() -> None:
+    plan = transfer.Plan(transfer.PARTS, [1, 4, 16], num_rounds=5, seed=0)
+    warm = transfer.NUM_WARM_UPS
+    assert plan.num_runs("engines") == 3 * (5 + warm)
+    assert plan.num_runs("data") == 2 * 3 * (5 + warm)
+
+
+def transfer_result() -> Result:
+    spread = {"median": 0.02, "low": 0.01, "high": 0.03}
+    data = {"case": "small", "num_items": 4, "num_bytes": 51200, "connector": "push"}
+    times = {"sent_s": spread, "usable_s": spread, "read_s": spread, "bytes_per_s": 1e9}
+    first = {"num_items": 4, "first_token_s": spread, "encode_s": spread, "usable_s": None}
+    rounds = {name: [0.02] for name in transfer.SYSTEMS}
+    ratios = transfer.ratios(4, rounds)
+    return {
+        "data": [data | times],
+        "disk": {"folder": "/tmp", "file_system": "ext4"},
+        "data_others_cores": 0.5,
+        "engines_others_cores": 0.25,
+        "engines": [first | {"system": name, "wait_s": None} for name in transfer.SYSTEMS],
+        "ratios": [ratios],
+        "ratio": ratios["ratio"],
+    }
+
+
+def test_transfers_go_onto_a_page_and_the_goal_with_them() -> None:
+    data, engines = transfer_shown.of_transfer(transfer_result())
+    assert "in /tmp (ext4)" in data.text
+    assert "other processes used 0.50 cores" in data.text
+    assert "takes 1.000 times as long as the better example, not as aimed at" in engines.text
+    page = html("bench", [data, engines])
+    assert all(text in page for text in ("4 small, push", "20.0 (10.0 – 30.0)", "example-disk"))
+
+
+@pytest.mark.parametrize(
+    ("part", "keys"),
+    [
+        ("data", ("data", "disk", "data_others_cores")),
+        ("engines", ("engines", "ratios", "engines_others_cores")),
+    ],
+)
+def test_a_part_of_the_transfers_is_shown_alone_as_well(part: str, keys: tuple[str, ...]) -> None:
+    result = transfer_result()
+    (section,) = transfer_shown.of_transfer({key: result[key] for key in keys})
+    assert any(isinstance(each, Table) for each in section.parts)
+    assert "aimed at" not in section.text  # without the case of four there is no verdict
+
+
+def test_what_others_use_of_the_machine_is_what_we_do_not() -> None:
+    ticks = os.sysconf("SC_CLK_TCK")
+    stat = f"cpu  {ticks} {ticks} {ticks} 99 99 0 0 {ticks} 7 7\ncpu0 1 2 3\n"
+    assert others.busy_s(stat) == 4  # neither idle nor waiting, and no guest twice
+    assert others.Others().cores() >= 0
+
+
+MOUNTS = """\
+22 1 8:1 / / rw - ext4 /dev/vda rw
+23 22 0:5 / /dev/shm rw shared:2 - tmpfs tmpfs rw
+24 22 0:6 / /a\\040b rw - xfs /dev/vdb rw
+25 22 0:7 / /dev/shm rw - ramfs ramfs rw
+""".splitlines()
+
+
+@pytest.mark.parametrize(
+    ("folder", "kind"),
+    [("/nosuch/a", "ext4"), ("/a b/c", "xfs"), ("/dev/shm/x", "ramfs"), ("/a", "ext4")],
+)
+def test_the_file_system_of_a_folder_is_that_of_the_nearest_mount(folder: str, kind: str) -> None:
+    assert transfer_folders.file_system(Path(folder), MOUNTS) == kind
+
+
+def test_folders_of_connectors_go_and_those_of_killed_benches_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, shm = tmp_path / "disk", tmp_path / "shm"
+    for root in (disk, shm):
+        (root / "easerve-killed").mkdir(parents=True)
+        (root / "easerve-killed/lock").touch()
+    monkeypatch.setattr(transfer_folders, "SHM_ROOT", shm)
+    monkeypatch.setattr(transfer_folders, "IN_MEMORY", ())
+    with transfer_folders.storage(disk) as kept:
+        assert (kept.disk_root, kept.disk.parent.parent, kept.shm.parent.parent) == (
+            disk,
+            disk,
+            shm,
+        )
+        assert [len(list(root.iterdir())) for root in (disk, shm)] == [1, 1]
+        (kept.shm / "key").mkdir()
+        (kept.shm / "key/file").touch()
+        kept.empty()
+        assert not list(kept.shm.iterdir())
+    assert not [*disk.iterdir(), *shm.iterdir()]
+
+
+@pytest.fixture
+def launch(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[transfer_engines.Launch]:
+    """Nothing of it runs yet. The connectors are ours, and vLLM's with a folder."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setattr("easerve.cluster.local.LOG_ROOT", tmp_path / "logs")
+    monkeypatch.setattr(transfer_engines, "MODULE", "tests.cli.dummy_transfer")
+    (tmp_path / "run").mkdir()
+    pair = {"replicas": 2}
+    deployment = Deployment.model_validate({"model": str(model), "encode": pair, "prefill": pair})
+    storages = {"push": None, "example": tmp_path / "files"}
+    with transfer_engines.planned(deployment, storages) as planned:
+        yield planned
+    assert not list((tmp_path / "run").iterdir())
+
+
+def test_each_connector_has_a_pair_of_engines(
+    launch: transfer_engines.Launch, tmp_path: Path
+) -> None:
+    names = {name: [spec.worker_id for spec in pair] for name, pair in launch.specs.items()}
+    assert names == {"push": ["encode-0", "prefill-0"], "example": ["encode-1", "prefill-1"]}
+    ours, example = launch.settings["push"], launch.settings["example"]
+    assert [ours[role]["ec_role"] for role in ours] == ["ec_producer", "ec_consumer"]
+    assert ours["consumer"]["ec_connector_extra_config"]["name"] == "prefill-0"
+    assert example["consumer"] == {
+        "ec_connector": "ECExampleConnector",
+        "ec_role": "ec_consumer",
+        "ec_connector_extra_config": {"shared_storage_path": str(tmp_path / "files")},
+    }
+
+    def others(spec: EngineSpec) -> list[str]:
+        at = spec.argv.index("--ec-transfer-config") + 1
+        return [word for word in (*spec.argv[:at], *spec.argv[at + 1 :]) if ".sock" not in word]
+
+    for mine, theirs in zip(*launch.specs.values(), strict=True):
+        assert others(mine) == others(theirs)
+
+
+def order(connector: str, num_items: int = 1) -> Result:
+    return {"connector": connector, "num_items": num_items}
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def test_the_data_plane_has_every_connector(launch: transfer_engines.Launch) -> None:
+    heard: list[str] = []
+    async with transfer_engines.data_plane(launch, lambda _, state: heard.append(state)) as plane:
+        assert await plane.run(order("push")) == {
+            "connector": "PushConnector",
+            "destination": "prefill-0",
+        }
+        assert (await plane.run(order("example")))["connector"] == "ECExampleConnector"
+    assert heard == ["importing vLLM", "ready"]
+
+
+async def test_a_data_plane_that_ends_says_why(launch: transfer_engines.Launch) -> None:
+    with pytest.raises(EngineError, match="data plane ended") as raised:
+        async with transfer_engines.data_plane(launch, lambda *_: None) as plane:
+            await plane.run(order("push", num_items=13))
+    assert "thirteen is too much" in str(raised.value)
+
+
+async def test_a_data_plane_goes_with_the_bench_that_is_stopped(
+    launch: transfer_engines.Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids: list[int] = []
+    spawn = transfer_engines._spawn
+
+    def spawn_and_note(plan: transfer_engines.Launch, log: Path) -> Any:
+        process, connection = spawn(plan, log)
+        pids.append(process.pid)
+        return process, connection
+
+    monkeypatch.setattr(transfer_engines, "_spawn", spawn_and_note)
+    ready = asyncio.Event()
+
+    async def measure() -> None:
+        async with transfer_engines.data_plane(launch, lambda *_: None):
+            ready.set()
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(measure())
+    await ready.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [is_alive(pid) for pid in pids] == [False]
 
 
 # What is recorded ---------------------------------------------------------------------------------

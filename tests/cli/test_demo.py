@@ -4,6 +4,8 @@ import pytest
 
 from .conftest import Easerve
 
+OFFLOAD = Path(__file__).parents[2] / "examples/tiny-llava-offload.yaml"
+
 
 @pytest.mark.parametrize(
     ("text", "message"),
@@ -33,9 +35,14 @@ def test_a_deployment_that_cannot_be_used_is_a_usage_error(
     ("device", "message"),
     [("tpu", "device: Input should be 'cpu' or 'cuda'"), ("cuda", "no NVIDIA driver")],
 )
+@pytest.mark.parametrize("more", [(), ("--deployment", OFFLOAD)], ids=["default", "offload"])
 def test_a_device_that_is_not_here_is_a_usage_error(
-    easerve: Easerve, monkeypatch: pytest.MonkeyPatch, device: str, message: str
+    easerve: Easerve,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    message: str,
+    more: tuple[str | Path, ...],
 ) -> None:
     monkeypatch.setattr("easerve.cli.deploy.NVIDIA_DRIVER", Path("/nonexistent"))
-    ended = easerve("demo", "--device", device)
+    ended = easerve("demo", "--device", device, *more)
     assert (ended.code, message in ended.err) == (2, True)

@@ -1,13 +1,13 @@
 """What a deployment is made into: the recipe of its core, and what makes a picture's key."""
 
-from collections.abc import Iterator
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from easerve.cli.deploy import _make_driver, embedding_options, recipe
-from easerve.cluster.local import Folders, make_folders
-from easerve.config import Deployment, Policy
+from easerve.cli.deploy import _make_driver, check, embedding_options, recipe
+from easerve.config import ConfigError, Deployment, Policy
 from easerve.policy.batching import RULES
 from easerve.policy.knobs import Knobs, Order
 from easerve.serve.admin import knobs_of
@@ -25,13 +25,6 @@ def deployment(**content: Any) -> Deployment:
 
 def key(made: Deployment) -> str:
     return prepare(RED, MAX_PIXELS, embedding_options(made)).key
-
-
-@pytest.fixture
-def folders() -> Iterator[Folders]:
-    folders = make_folders()
-    yield folders
-    folders.remove()
 
 
 # The core -----------------------------------------------------------------------------------------
@@ -56,7 +49,18 @@ def test_every_knob_is_the_policys() -> None:
     knobs = knobs_of(policy)
     assert isinstance(knobs.order, Order)
     own = {name: getattr(knobs, name) for name in Knobs.__slots__}
-    assert own == policy.model_dump(exclude={"remote_share"})
+    assert own == policy.model_dump()
+
+
+# What can run here --------------------------------------------------------------------------------
+
+
+def test_cores_that_are_not_there_are_an_error(model: Path) -> None:
+    own = min(os.sched_getaffinity(0))
+    content = {"model": str(model), "local_prefill": {}}
+    check(deployment(**content, encode={"cores": [[own]]}))
+    with pytest.raises(ConfigError, match=r"cores \[4095\]: this process cannot run on them"):
+        check(deployment(**content, encode={"cores": [[own, 4095]]}))
 
 
 # Keys of pictures ---------------------------------------------------------------------------------
@@ -90,11 +94,9 @@ def test_what_does_not_change_an_embedding_does_not_change_its_key() -> None:
     )
 
 
-async def test_the_server_prepares_pictures_with_the_options_of_its_deployment(
-    folders: Folders,
-) -> None:
+async def test_the_server_prepares_pictures_with_the_options_of_its_deployment() -> None:
     made = deployment(engine={"mm_processor_kwargs": {"max_pixels": 1000}})
-    driver = _make_driver(made, folders, None)
+    driver = _make_driver(made, None)
     try:
         assert (await driver._preparation.prepare(RED)).key == key(made) != key(deployment())
     finally:

@@ -47,7 +47,7 @@ def edit(path: Path, old: str, new: str) -> None:
 def test_the_same_actions_are_said_to_be_the_same(easerve: Easerve, log: Path) -> None:
     ended = easerve("replay", log)
     assert (ended.code, ended.err) == (0, "")
-    assert "4 steps, 5 events, 2 actions, 1 encode batches\n" in ended.out
+    assert "4 steps, 5 events, 3 actions, 1 encode batches\n" in ended.out
     assert ended.out.endswith("The core decides the same actions.\n")
 
 
@@ -111,7 +111,7 @@ def test_as_json(easerve: Easerve, log: Path) -> None:
         "same": True,
         "num_steps": 4,
         "num_events": 5,
-        "num_actions": 2,
+        "num_actions": 3,
         "truncated": False,
         "difference": None,
     }
@@ -122,7 +122,7 @@ def test_a_difference_as_json(easerve: Easerve, log: Path) -> None:
     ended = easerve("replay", log, "--json")
     assert ended.code == 1
     report = json.loads(ended.out)
-    assert (report["same"], report["num_steps"], report["num_actions"]) == (False, 4, 1)
+    assert (report["same"], report["num_steps"], report["num_actions"]) == (False, 4, 2)
     assert report["difference"] == {
         "step": 2,
         "line": 3,
@@ -142,7 +142,7 @@ def test_a_line_that_is_cut_off_is_told(easerve: Easerve, log: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"format":1', '"format":0', "log:1: not the header"),
+        ('"format":2', '"format":0', "log:1: not the header"),
         ('"event":"RequestReceived"', '"event":"Rain"', "log:3: unknown event 'Rain'"),
     ],
 )

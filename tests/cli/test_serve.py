@@ -9,7 +9,8 @@ import pytest
 
 from easerve.cli import serve
 from easerve.config import Deployment, Policy
-from easerve.engines.vllm import memory
+from easerve.engines.vllm import memory, models
+from easerve.engines.vllm.models import CAPABILITIES, ModelInfo
 
 from .conftest import Easerve, Ended
 
@@ -74,6 +75,8 @@ def test_a_bad_file_is_named_with_its_key(easerve: Easerve, tmp_path: Path) -> N
         (("--mm-processor-kwargs", "4"), "engine.mm_processor_kwargs: "),
         (("--mm-processor-kwargs", "[1]"), "engine.mm_processor_kwargs: "),
         (("--enable-auto-tool-choice",), "enable_auto_tool_choice needs a tool_call_parser"),
+        (("--remote-share", "2"), "command line: policy.remote_share: "),
+        (("--remote-share", "0.5"), "policy.remote_share 0.5 needs a section local_prefill"),
         (("--port", "65536"), "command line: server.port: "),
         (("--when", "never"), "policy.when: Input should be 'none', 'greedy', 'fixed', 'fill', "),
         (("--admin-token", ""), "server.admin_token: "),
@@ -191,6 +194,41 @@ def test_what_is_not_given_stays_as_the_file_says(read: Any, deployment: Path) -
     assert (made.name, made.prefill.replicas) == ("short", 2)
 
 
+OFFLOADED = "local_prefill: {max_num_seqs: 9}\npolicy: {remote_share: 0.5}"
+
+
+def test_local_prefill_and_its_share_are_options(
+    read: Any, tmp_path: Path, deployment: Path
+) -> None:
+    path = tmp_path / "offload.yaml"
+    path.write_text(deployment.read_text() + OFFLOADED)
+    assert read(deployment).local_prefill is None
+    made = read(deployment, "--local-prefill", "--remote-share", "0")
+    assert (made.local_prefill.max_num_seqs, made.policy.remote_share) == (256, 0)
+    made = read(path, "--local-prefill", "--when", "gap")
+    assert (made.local_prefill.max_num_seqs, made.policy.remote_share) == (9, 0.5)
+    made = read(path, "--no-local-prefill", "--remote-share", "1")
+    assert (made.local_prefill, made.policy.remote_share) == (None, 1)
+
+
+def test_local_prefill_switched_off_leaves_a_share_that_cannot_be(
+    easerve: Easerve, tmp_path: Path, deployment: Path
+) -> None:
+    path = tmp_path / "offload.yaml"
+    path.write_text(deployment.read_text() + OFFLOADED)
+    assert_refused(easerve("serve", path, "--no-local-prefill"), "policy.remote_share 0.5 needs a")
+
+
+@pytest.mark.parametrize(("words", "encode"), [((), 0.5), (("--local-prefill",), 0.9)])
+def test_a_share_of_a_gpu_is_of_engines_that_have_one_to_themselves(
+    read: Any, words: tuple[str, ...], encode: float
+) -> None:
+    made = read("owner/name", "--device", "cuda", "--gpu-memory-utilization", "0.5", *words)
+    stages = (made.encode, made.prefill, made.decode)
+    assert [stage.gpu_memory_utilization for stage in stages] == [encode, 0.5, 0.5]
+    assert "gpu_memory_utilization" not in made.encode.model_fields_set or not words
+
+
 def test_tensor_parallelism_is_for_the_language_model(read: Any) -> None:
     made = read("owner/name", "--device", "cuda", "--tensor-parallel-size", "2")
     stages = (made.encode, made.prefill, made.decode)
@@ -246,6 +284,56 @@ def test_a_dry_run_as_json_is_one_object(easerve: Easerve, deployment: Path) -> 
     assert first["env"]["OMP_NUM_THREADS"] == "1"
     assert [row["worker_id"] for row in shown["memory"]] == [e["name"] for e in shown["engines"]]
     assert shown["memory"][0]["weights"] is None
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_a_dry_run_shows_local_prefill_engines_and_no_secret(
+    easerve: Easerve, deployment: Path, more: tuple[str, ...]
+) -> None:
+    words = ("--local-prefill", "--topology", "2e1p1d", "--dry-run", *more)
+    ended = easerve("serve", deployment, *words)
+    assert ended.code == 0, ended.err
+    if not more:
+        assert ended.out.index("# encode-1\n") < ended.out.index("# local-prefill-1\n")
+        assert "EASERVE_EC_TOKEN='<secret>'" in ended.out
+        assert "embeddings" not in ended.out, "they take nothing of a device here"
+        return
+    shown = json.loads(ended.out)
+    beside = [(engine["name"], engine["beside"]) for engine in shown["engines"]]
+    assert beside[:2] == [("encode-0", []), ("encode-1", [])]
+    assert beside[2:4] == [("local-prefill-0", ["encode-0"]), ("local-prefill-1", ["encode-1"])]
+    assert beside[4:] == [("prefill-0", []), ("decode-0", [])]
+    assert [row["worker_id"] for row in shown["memory"]] == [name for name, _ in beside]
+    assert shown["memory"][2]["beside"] == ["encode-0"]
+    tokens = {engine["env"].get("EASERVE_EC_TOKEN") for engine in shown["engines"]}
+    assert tokens == {"<secret>", None}
+
+
+def test_a_dry_run_shows_how_a_gpu_is_divided(
+    easerve: Easerve, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = ModelInfo(
+        CAPABILITIES["LlavaForConditionalGeneration"],
+        encoder_bytes=1 << 30,
+        language_bytes=14 << 30,
+        kv_bytes_per_token=1 << 17,
+    )
+    monkeypatch.setattr(models, "inspect", lambda _: info)
+    monkeypatch.setattr(memory, "detect_gpu_bytes", lambda: 48 << 30)
+    words = (model, "--device", "cuda", "--local-prefill", "--dry-run")
+    ended = easerve("serve", *words)
+    assert ended.code == 0, ended.err
+    rows = {cells[1]: cells[2:-1] for line in ended.out.splitlines() if (cells := row(line))}
+    assert rows["encode-0"] == ["0", "1.00", "0.00", "1.50", "0.50", "3.36", "?"]
+    assert rows["local-prefill-0"] == ["0", "14.00", "23.34", "1.50", "1.00", "39.84", "191,201"]
+    shown = commands(easerve("serve", *words, "--json"))
+    assert after(shown["encode-0"], "--gpu-memory-utilization") == "0.07"
+    assert after(shown["local-prefill-0"], "--gpu-memory-utilization") == "0.83"
+
+
+def row(line: str) -> list[str]:
+    """The cells of a line of a table."""
+    return [cell.strip() for cell in line.split("│")] if line.startswith("│") else []
 
 
 def commands(ended: Ended) -> dict[str, list[str]]:

@@ -25,7 +25,6 @@ async def main(log_root: Path, engines: list[str]) -> None:
     assert cluster._process is not None
     report = {
         "run": str(folders.run),
-        "shm": str(folders.shm),
         "supervisor": cluster._process.pid,
         "pids": list(cluster.pids.values()) + [p for s in specs for p in dummies.pids_in(s.log)],
     }

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from easerve.cluster.local import (
     make_folders,
     tail,
 )
+from easerve.engines.vllm import launch
 from easerve.engines.vllm.launch import EngineSpec
 from easerve.types import WorkerId
 
@@ -57,7 +59,6 @@ class Deployed(LocalCluster):
     def assert_gone(self, pids: list[int]) -> None:
         assert not [pid for pid in pids if is_alive(pid)]
         assert not self.folders.run.exists()
-        assert not self.folders.shm.exists()
 
 
 @pytest.fixture
@@ -197,7 +198,7 @@ async def test_stop_leaves_no_process_and_no_file_but_the_logs(deploy: Make) -> 
     await cluster.up()
     pids = cluster.every_pid()
     assert len(set(pids)) == 5
-    (cluster.folders.shm / "embedding").touch()
+    (cluster.folders.run / "inbox").touch()
     await cluster.stop(grace_s=0.2)
     cluster.assert_gone(pids)
     assert cluster.specs[0].log.exists()
@@ -229,7 +230,6 @@ async def test_stop_without_a_start_removes_the_folders(deploy: Make) -> None:
     cluster = deploy("")
     await cluster.stop()
     assert not cluster.folders.run.exists()
-    assert not cluster.folders.shm.exists()
 
 
 # Fork server ----------------------------------------------------------------------------------
@@ -276,6 +276,134 @@ async def test_the_end_of_the_fork_server_is_the_end_of_its_engines(deploy: Make
     assert sorted(cluster.exits) == [("decode-0", -9), ("decode-1", -9)]
 
 
+# Restart --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[None, dummies.fork_server()], ids=["spawned", "forked"])
+def fork(request: pytest.FixtureRequest) -> ForkServerSpec | None:
+    found: ForkServerSpec | None = request.param
+    return found
+
+
+async def kill(cluster: Deployed, name: str = "decode-0") -> None:
+    """End an engine and wait until that is known."""
+    os.kill(cluster.pids[name], signal.SIGKILL)
+    await until(lambda: name not in cluster.pids)
+
+
+DECODE_0 = WorkerId("decode-0")
+
+
+async def test_an_engine_that_ended_is_started_again_where_it_was(
+    deploy: Make, fork: ForkServerSpec | None
+) -> None:
+    cluster = deploy("child", "", fork=fork)
+    await cluster.up()
+    before, first = cluster.specs[0], cluster.pids["decode-0"]
+    other = cluster.pids["decode-1"]
+    await kill(cluster)
+    assert before.socket.exists(), "the next one could not bind it"
+    await cluster.restart(DECODE_0, dummies.healthy, TIMEOUT_S)
+    assert await dummies.healthy(before)
+    assert first != cluster.pids["decode-0"]
+    assert cluster.pids["decode-1"] == other
+    spec = cluster.specs[0]
+    assert (spec.socket, spec.log) == (before.socket, before.log)
+    assert spec.env[launch.SIDE_CHANNEL_PORT] != before.env.get(launch.SIDE_CHANNEL_PORT)
+    told = dummies.pids_in(spec.log)
+    assert {first, cluster.pids["decode-0"]} <= set(told), "its log goes on"
+    assert cluster.exits == [("decode-0", -9)]
+    pids = cluster.every_pid()
+    await cluster.stop(grace_s=0.2)
+    cluster.assert_gone(pids)
+
+
+async def test_an_engine_may_end_and_be_started_again_many_times(deploy: Make) -> None:
+    cluster = deploy("")
+    await cluster.up()
+    for _ in range(3):
+        await kill(cluster)
+        await cluster.restart(DECODE_0, dummies.healthy, TIMEOUT_S)
+    assert cluster.exits == [("decode-0", -9)] * 3
+
+
+async def test_an_engine_that_ends_while_it_is_started_again_is_an_error_and_told(
+    deploy: Make,
+) -> None:
+    cluster = deploy("")
+    await cluster.up()
+    await kill(cluster)
+    cluster.specs[0] = replace(cluster.specs[0], argv=(*cluster.specs[0].argv, "exit"))
+    with pytest.raises(EngineStartError) as error:
+        await cluster.restart(DECODE_0, dummies.healthy, TIMEOUT_S)
+    assert str(error.value).startswith("decode-0 ended with exit code 3 before it was ready\n")
+    assert cluster.exits == [("decode-0", -9), ("decode-0", 3)]
+
+
+async def test_an_engine_that_is_late_is_killed(deploy: Make, fork: ForkServerSpec | None) -> None:
+    async def healthy(spec: EngineSpec) -> bool:
+        return not cluster.exits
+
+    cluster = deploy("stubborn child", fork=fork)
+    await cluster.up(healthy=healthy)
+    await kill(cluster)
+    with pytest.raises(EngineStartError, match=r"^decode-0 was not ready after 0\.5 s\nlog: "):
+        await cluster.restart(DECODE_0, healthy, 0.5)
+    await until(lambda: len(cluster.exits) == 2)
+    assert cluster.exits[1] == ("decode-0", -9)
+    await until(lambda: not any(map(is_alive, dummies.pids_in(cluster.specs[0].log))))
+
+
+@pytest.mark.parametrize("when", ["at once", "while it starts", "when it listens"])
+async def test_stop_during_a_restart_leaves_nothing(
+    deploy: Make, fork: ForkServerSpec | None, when: str
+) -> None:
+    async def never(_: EngineSpec) -> bool:
+        return False
+
+    cluster = deploy("stubborn child session", fork=fork)
+    await cluster.up()
+    await kill(cluster)
+    restarting = asyncio.create_task(cluster.restart(DECODE_0, never, TIMEOUT_S))
+    await asyncio.sleep(0)  # the order is given
+    if when == "while it starts":
+        await until(lambda: "decode-0" in cluster.pids)
+    elif when == "when it listens":
+        await until(cluster.specs[0].socket.exists)
+    restarting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await restarting
+    await cluster.stop(grace_s=0.2)
+    pids = [*cluster.every_pid(), *dummies.pids_in(cluster.specs[0].log)]
+    cluster.assert_gone(pids)
+
+
+async def test_nothing_is_started_again_after_stop(deploy: Make) -> None:
+    cluster = deploy("")
+    await cluster.up()
+    await kill(cluster)
+    could = cluster.can_start
+    await cluster.stop(grace_s=0)
+    assert (could, cluster.can_start) == (True, False)
+    with pytest.raises(EngineStartError, match="decode-0 cannot be started again"):
+        await cluster.restart(DECODE_0, dummies.healthy, TIMEOUT_S)
+
+
+async def test_nothing_is_started_again_without_a_parent(
+    deploy: Make, fork: ForkServerSpec | None
+) -> None:
+    cluster = deploy("", fork=fork)
+    await cluster.up()
+    assert cluster._process is not None
+    if fork is None:
+        cluster._process.kill()
+    else:
+        os.kill(cluster.pids["fork server"], signal.SIGKILL)
+    await until(lambda: cluster.exits and not cluster.can_start)
+    with pytest.raises(EngineStartError, match="its parent has ended"):
+        await cluster.restart(DECODE_0, dummies.healthy, TIMEOUT_S)
+
+
 # Killed from outside --------------------------------------------------------------------------
 
 
@@ -294,7 +422,7 @@ def server(log_root: Path, *engines: str) -> Iterator[tuple[subprocess.Popen[str
 def left_of(report: Any) -> list[object]:
     """What is there yet of a server's processes and folders."""
     pids = [pid for pid in (report["supervisor"], *report["pids"]) if is_alive(pid)]
-    return [*pids, *(path for path in (report["run"], report["shm"]) if Path(path).exists())]
+    return [*pids, *(path for path in (report["run"],) if Path(path).exists())]
 
 
 @pytest.mark.parametrize(
@@ -335,18 +463,16 @@ async def test_two_deployments_do_not_sweep_each_other(
     supervisor.sweep(run_root)
     for cluster in (first, second):
         assert await dummies.healthy(cluster.specs[0])
-        assert cluster.folders.shm.exists()
+        assert cluster.folders.run.exists()
     await second.stop(grace_s=0)
     assert await dummies.healthy(first.specs[0])
     assert not first.exits
 
 
 def test_folders_are_private_and_of_one_name(folders: Folders) -> None:
-    assert folders.shm == supervisor.SHM_ROOT / folders.run.name
     assert folders.logs.name.endswith(folders.run.name.removeprefix(supervisor.PREFIX))
-    for folder in (folders.run, folders.shm, folders.logs):
+    for folder in (folders.run, folders.logs):
         assert folder.stat().st_mode & 0o777 == 0o700
-    shutil.rmtree(folders.shm)
     os.close(folders.lock)
 
 
@@ -357,7 +483,6 @@ def test_a_runtime_folder_that_cannot_be_written_is_not_used(
     monkeypatch.setattr("tempfile.tempdir", str(run_root))
     made = make_folders(tmp_path / "logs")
     assert made.run.parent == run_root
-    made.shm.rmdir()
     os.close(made.lock)
 
 
@@ -371,7 +496,6 @@ def test_the_logs_of_the_last_deployments_are_kept(tmp_path: Path) -> None:
     assert len(kept) == KEPT_LOG_DIRS
     assert kept[-1] == made.logs
     assert kept[0].name == "20200004-000000-x"
-    made.shm.rmdir()
     os.close(made.lock)
 
 

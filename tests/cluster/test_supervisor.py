@@ -1,3 +1,4 @@
+import contextlib
 import fcntl
 import os
 import signal
@@ -5,14 +6,14 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from easerve.cluster import supervisor
-from easerve.cluster.supervisor import FORK_SERVER, LOCK, SHM_ROOT, make_run_dir, sweep
+from easerve.cluster.supervisor import FORK_SERVER, LOCK, make_run_dir, sweep
 from easerve.peer import Peer
 
 from ..processes import is_alive, wait_until
@@ -26,14 +27,13 @@ class Orders:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.run_dir, self.shm_dir = folder / "run", folder / "shm"
+        self.run_dir = folder / "run"
         self.run_dir.mkdir()
-        self.shm_dir.mkdir()
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "easerve.cluster.supervisor", str(theirs.fileno())]
             self.process = subprocess.Popen(
-                [*command, str(self.run_dir), str(self.shm_dir)],
+                [*command, str(self.run_dir)],
                 pass_fds=(theirs.fileno(),),
                 stderr=subprocess.PIPE,
             )
@@ -77,11 +77,10 @@ class Orders:
         return int(started["pid"])
 
     def assert_ended(self, *pids: int) -> None:
-        """It has ended, nothing of the given processes and of the folders is left."""
+        """It has ended, nothing of the given processes and of the folder is left."""
         assert self.process.wait(PATIENCE_S) == 0
         assert not [pid for pid in pids if is_alive(pid)]
         assert not self.run_dir.exists()
-        assert not self.shm_dir.exists()
 
 
 @pytest.fixture
@@ -127,7 +126,7 @@ def test_shared_memory_that_an_engine_leaves_is_removed(orders: Orders, how: str
     """By its resource tracker, which therefore outlives it."""
     pid = orders.start("decode-0", "shm")
     name = orders.log("decode-0").read_text().split()[-1]
-    segment = SHM_ROOT / name.lstrip("/")
+    segment = Path("/dev/shm") / name.lstrip("/")
     assert segment.exists()
     if how == "killed":
         os.kill(pid, signal.SIGKILL)
@@ -141,6 +140,24 @@ def test_the_end_of_one_engine_is_not_the_end_of_another(orders: Orders) -> None
     os.kill(first, signal.SIGKILL)
     assert orders.hear()["exited"] == "decode-0"
     assert is_alive(second)
+
+
+@pytest.mark.parametrize("fork", [False, True])
+def test_an_engine_may_be_killed_and_started_again_by_order(orders: Orders, fork: bool) -> None:
+    if fork:
+        orders.start_fork_server()
+        orders.hear()
+    orders.start("decode-0", fork=fork)
+    stubborn = orders.start("decode-1", "stubborn child", fork=fork)
+    pids = dummies.pids_in(orders.log("decode-1"))
+    orders.give(op="kill", name="decode-1")
+    assert orders.hear() == {"exited": "decode-1", "code": -9}
+    wait_until(lambda: not any(is_alive(pid) for pid in pids))
+    orders.give(op="kill", name="nosuch")
+    (orders.run_dir / "decode-1.sock").unlink()
+    again = orders.start("decode-1", fork=fork)
+    assert again != stubborn
+    assert is_alive(again)
 
 
 # The end of all -------------------------------------------------------------------------------
@@ -170,6 +187,45 @@ def test_nothing_survives_its_end_however_it_comes(orders: Orders, how: str) -> 
         case _:
             orders.give(op="start")
     orders.assert_ended(*pids)
+
+
+def holders(path: Path) -> list[int]:
+    """The processes that have a file open."""
+    found = []
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if link.readlink() == path:
+                found.append(int(link.parts[2]))
+    return found
+
+
+@pytest.mark.parametrize("how", ["stop", "close", "kill"])
+@pytest.mark.parametrize("fork", [False, True])
+@pytest.mark.parametrize("after_s", [0, 0.01, 0.05])
+def test_an_engine_that_is_only_just_started_does_not_survive_its_end(
+    orders: Orders, how: str, fork: bool, after_s: float
+) -> None:
+    if fork:
+        orders.start_fork_server()
+        orders.hear()
+    address, log = str(orders.run_dir / "x.sock"), orders.log("x")
+    argv = [address, "stubborn", *(("child", "session") if how != "kill" else ())]
+    argv = argv if fork else [sys.executable, "-m", dummies.ENTRY, *argv]
+    orders.give(op="start", name="x", argv=argv, env=dummies.ENV, log=str(log), fork=fork)
+    time.sleep(after_s)
+    match how:
+        case "stop":
+            orders.give(op="stop", grace_s=0.1)
+        case "close":
+            orders.peer.connection.close()
+        case _:
+            orders.process.kill()
+    orders.process.wait(PATIENCE_S)
+    if how == "kill":  # the kernel ends one after the other
+        wait_until(lambda: not holders(log))
+    time.sleep(0.05)
+    assert not holders(log)
+    assert not any(map(is_alive, dummies.pids_in(log)))
 
 
 def test_an_interrupt_from_the_keyboard_is_not_for_it(orders: Orders) -> None:
@@ -233,33 +289,22 @@ def test_the_end_of_a_fork_server_is_the_end_of_its_engines(orders: Orders) -> N
 # Folders --------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def shm_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    root = tmp_path / "shm"
-    root.mkdir()
-    monkeypatch.setattr(supervisor, "SHM_ROOT", root)
-    return root
-
-
-def test_sweep_removes_what_nobody_holds(tmp_path: Path, shm_root: Path) -> None:
+def test_sweep_removes_what_nobody_holds(tmp_path: Path) -> None:
     left, lock = make_run_dir(tmp_path)
-    (shm_root / left.name / "ec").mkdir(parents=True)
     (left / "decode-0.sock").touch()
     os.close(lock)
     sweep(tmp_path)
     assert not left.exists()
-    assert not list(shm_root.iterdir())
 
 
-def test_sweep_leaves_what_is_held_and_what_is_not_ours(tmp_path: Path, shm_root: Path) -> None:
-    held, lock = make_run_dir(tmp_path)
-    (shm_root / held.name).mkdir()
+def test_sweep_leaves_what_is_held_and_what_is_not_ours(tmp_path: Path) -> None:
+    _, lock = make_run_dir(tmp_path)
     (tmp_path / "easerve-not-locked-yet").mkdir()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / LOCK).touch()
-    before = sorted([*tmp_path.iterdir(), *shm_root.iterdir()])
+    before = sorted(tmp_path.iterdir())
     sweep(tmp_path)
-    assert sorted([*tmp_path.iterdir(), *shm_root.iterdir()]) == before
+    assert sorted(tmp_path.iterdir()) == before
     os.close(lock)
 
 
@@ -280,7 +325,3 @@ def test_run_folders_are_private_and_different(tmp_path: Path) -> None:
     assert one.stat().st_mode & 0o777 == 0o700
     os.close(first)
     os.close(second)
-
-
-def test_embeddings_are_kept_in_memory() -> None:
-    assert Path("/dev/shm") == SHM_ROOT

@@ -3,7 +3,7 @@ import errno
 import hashlib
 import json
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from easerve.engines.protocol import (
+    Bundle,
     Delta,
     EmbeddingMissingError,
     EncodeCall,
+    Encoded,
     EngineError,
     Media,
     Prefilled,
@@ -28,6 +30,10 @@ from easerve.engines.vllm.client import (
     MAX_MESSAGE,
     VllmEngine,
 )
+from easerve.engines.vllm.ec.inbox import Inbox
+from easerve.engines.vllm.ec.memory import Memory
+from easerve.engines.vllm.ec.messages import Item, new_socket
+from easerve.engines.vllm.ec.store import Store
 from easerve.types import MediaItem, Modality, Stage, WorkerId
 
 from .stand_in import Answer, StandIn, breaks_off, choice, fails, replies, stand_in, streams, writes
@@ -58,6 +64,15 @@ KEEP = {
     "remote_host": None,
     "remote_port": None,
 }
+TOKEN = "secret"
+P0, P1 = WorkerId("prefill-0"), WorkerId("local-prefill-0")
+# What the connector of a prefill engine says, and what it means.
+SAID = {"wait_s": 0.25, "bundles": [[2, 4096, 0.001]], "evicted": ["k8", "k9"]}
+TOLD: dict[str, Any] = {
+    "wait_s": 0.25,
+    "bundles": (Bundle(2, 4096, 0.001),),
+    "evicted": ("k8", "k9"),
+}
 ANY_TOKEN = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
 
 
@@ -77,16 +92,35 @@ async def server(tmp_path: Path) -> AsyncIterator[StandIn]:
 
 @pytest.fixture
 async def engine(tmp_path: Path) -> AsyncIterator[VllmEngine]:
-    engine = VllmEngine(WorkerId("e-0"), Stage.PREFILL, tmp_path / "s", "tiny")
+    inbox = tmp_path / "inbox"
+    engine = VllmEngine(
+        WorkerId("e-0"), Stage.PREFILL, tmp_path / "s", "tiny", inbox=inbox, token=TOKEN
+    )
     yield engine
     await engine.close()
 
 
 @pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """What the engine has, and where it says so."""
+    store = Store(1 << 20, 100)
+    inbox = Inbox(tmp_path / "inbox", TOKEN, store)
+    yield store
+    inbox.close()
+
+
+@pytest.fixture
 async def sparse(tmp_path: Path) -> AsyncIterator[VllmEngine]:
     """Of a model whose media go to prefill, too."""
-    worker_id, socket = WorkerId("e-0"), tmp_path / "s"
-    engine = VllmEngine(worker_id, Stage.PREFILL, socket, "tiny", media_at_prefill=True)
+    engine = VllmEngine(
+        WorkerId("e-0"),
+        Stage.PREFILL,
+        tmp_path / "s",
+        "tiny",
+        media_at_prefill=True,
+        inbox=tmp_path / "inbox",
+        token=TOKEN,
+    )
     yield engine
     await engine.close()
 
@@ -102,10 +136,10 @@ async def call(engine: VllmEngine, method: str) -> object:
             return await engine.render({"messages": []})
         case "encode":
             media = Media("k0", "image_url", "data:,")
-            await engine.encode([EncodeCall(media, 32, Path("/shm/r"))])
+            await engine.encode([EncodeCall(media, 32, (P0,))])
             return None
         case "prefill":
-            return await engine.prefill(TEXT, None)
+            return await engine.prefill(TEXT, False)
         case "decode":
             return await decode(engine)
         case "decode as OpenAI":
@@ -185,15 +219,15 @@ async def test_a_limit_that_vllm_leaves_out_is_its_default(
 # Encode ---------------------------------------------------------------------------------------
 
 CALLS = [
-    EncodeCall(Media("k0", "image_url", "data:0"), 32, Path("/shm/r")),
-    EncodeCall(Media("k1", "audio_url", "data:1"), 40, Path("/shm/s")),
+    EncodeCall(Media("k0", "image_url", "data:0"), 32, (P0,)),
+    EncodeCall(Media("k1", "audio_url", "data:1"), 40, (P0, P1)),
 ]
 
 
-async def test_encode_is_one_call_with_a_folder_for_each_item(
+async def test_encode_is_one_call_with_destinations_for_each_item(
     server: StandIn, engine: VllmEngine
 ) -> None:
-    await engine.encode(CALLS)
+    assert await engine.encode(CALLS) == Encoded()
     sent = {
         "model": "tiny",
         "token_ids": [32, 40],
@@ -202,7 +236,7 @@ async def test_encode_is_one_call_with_a_folder_for_each_item(
             {"type": "audio_url", "url": "data:1", "uuid": "k1"},
         ],
         "sampling_params": ANY_TOKEN,
-        "ec_transfer_params": {"folders": ["/shm/r", "/shm/s"]},
+        "ec_transfer_params": {"destinations": [["prefill-0"], ["prefill-0", "local-prefill-0"]]},
     }
     assert server.requests == [(GENERATE, sent)]
 
@@ -218,10 +252,19 @@ async def test_encode_of_sparse_placeholders_is_one_chat(
     sent = {
         "model": "tiny",
         "messages": [{"role": "user", "content": parts}],
-        "ec_transfer_params": {"folders": ["/shm/r", "/shm/s"]},
+        "ec_transfer_params": {"destinations": [["prefill-0"], ["prefill-0", "local-prefill-0"]]},
         **ANY_TOKEN,
     }
     assert server.requests == [(CHAT, sent)]
+
+
+@pytest.mark.parametrize("params", [{"items": {}, "evicted": ["k8", "k9"]}, {"items": {}}, None])
+async def test_encode_tells_what_the_encoder_dropped(
+    server: StandIn, engine: VllmEngine, sparse: VllmEngine, params: dict[str, Any] | None
+) -> None:
+    server.answer = replies({"choices": [], "ec_transfer_params": params})
+    for encoder in (engine, sparse):
+        assert await encoder.encode(CALLS) == Encoded(tuple((params or {}).get("evicted", ())))
 
 
 # Prefill --------------------------------------------------------------------------------------
@@ -232,27 +275,34 @@ def drawn(**sampling: Any) -> Prompt:
     return Prompt([1], {"max_tokens": 9} | sampling)
 
 
+@pytest.mark.parametrize("coming", [True, False])
 async def test_prefill_asks_for_one_token_and_keeps_the_kv_cache(
-    server: StandIn, engine: VllmEngine
+    server: StandIn, engine: VllmEngine, coming: bool
 ) -> None:
-    server.answer = replies(prefilled(ec_transfer_params={"load_s": 0.25}))
-    made = await engine.prefill(PROMPT, Path("/shm/r"))
-    assert made == Prefilled(HANDLE, load_s=0.25)
+    server.answer = replies(prefilled())
+    assert await engine.prefill(PROMPT, coming) == Prefilled(HANDLE)
     sent = {
         "model": "tiny",
         "token_ids": TOKENS,
         "features": FEATURES,
         "sampling_params": {"max_tokens": 1, "temperature": 0.0},
         "output_mode": "text",
-        "ec_transfer_params": {"folders": ["/shm/r", "/shm/r"]},
+        "ec_transfer_params": {"coming": coming},
         "kv_transfer_params": KEEP,
     }
     assert server.requests == [(GENERATE, sent)]
 
 
+async def test_prefill_tells_what_the_engine_waited_for_got_and_dropped(
+    server: StandIn, engine: VllmEngine
+) -> None:
+    server.answer = replies(prefilled(ec_transfer_params=SAID))
+    assert await engine.prefill(PROMPT, True) == Prefilled(HANDLE, **TOLD)
+
+
 async def test_prefill_of_text_names_no_embeddings(server: StandIn, engine: VllmEngine) -> None:
     server.answer = replies(prefilled())
-    assert await engine.prefill(TEXT, None) == Prefilled(HANDLE)
+    assert await engine.prefill(TEXT, False) == Prefilled(HANDLE)
     sent = {
         "model": "tiny",
         "token_ids": [1, 2, 3],
@@ -265,7 +315,7 @@ async def test_prefill_of_text_names_no_embeddings(server: StandIn, engine: Vllm
 
 async def test_no_media_are_sent_to_prefill_and_decode(server: StandIn, engine: VllmEngine) -> None:
     server.answer = replies(prefilled())
-    await engine.prefill(PROMPT, Path("/shm/r"))
+    await engine.prefill(PROMPT, False)
     server.answer = streams({"choices": [choice("two", 7, "stop")]})
     await decode(engine)
     await decode_openai(server, engine, PROMPT)
@@ -302,7 +352,7 @@ async def test_prefill_ends_an_answer_only_if_it_draws_what_decode_would(
     prompt = replace(drawn(**ENDS | sampling), route=route)
     before = dict(prompt.sampling)
     server.answer = replies(prefilled("stop"))
-    made = await engine.prefill(prompt, None)
+    made = await engine.prefill(prompt, False)
     if decides:
         assert server.body["sampling_params"] == before | {"max_tokens": 1, "min_tokens": 1}
         assert made == Prefilled(answer=Delta("two", [7], "stop"))
@@ -324,7 +374,7 @@ async def test_prefill_sees_every_parameter_that_may_be_wrong(
 ) -> None:
     server.answer = fails(400, "no such value")
     with pytest.raises(EngineError, match="no such value") as error:
-        await engine.prefill(drawn(temperature=temperature, **wrong), None)
+        await engine.prefill(drawn(temperature=temperature, **wrong), False)
     assert not error.value.retryable
     assert wrong.items() <= server.body["sampling_params"].items()
 
@@ -335,7 +385,7 @@ async def test_prefill_cannot_be_asked_for_more_tokens_than_its_one(
 ) -> None:
     server.answer = replies(prefilled())
     given = {} if asked is None else {"min_tokens": asked}
-    await engine.prefill(drawn(temperature=0, **given), None)
+    await engine.prefill(drawn(temperature=0, **given), False)
     assert server.body["sampling_params"].get("min_tokens") == sent
 
 
@@ -343,13 +393,13 @@ async def test_a_first_token_that_does_not_end_the_answer_is_decodes_to_say(
     server: StandIn, engine: VllmEngine
 ) -> None:
     server.answer = replies(prefilled("length"))
-    assert await engine.prefill(TEXT, None) == Prefilled(HANDLE)
+    assert await engine.prefill(TEXT, False) == Prefilled(HANDLE)
 
 
 async def test_an_answer_of_one_token_needs_no_decode(server: StandIn, engine: VllmEngine) -> None:
-    server.answer = replies(prefilled(handle=None, ec_transfer_params={"load_s": 0.5}))
-    made = await engine.prefill(drawn(max_tokens=1), None)
-    assert made == Prefilled(answer=Delta("two", [7], "length"), load_s=0.5)
+    server.answer = replies(prefilled(handle=None, ec_transfer_params=SAID))
+    made = await engine.prefill(drawn(max_tokens=1), False)
+    assert made == Prefilled(answer=Delta("two", [7], "length"), **TOLD)
 
 
 @pytest.mark.parametrize("handle", [HANDLE, None])
@@ -359,7 +409,7 @@ async def test_an_answer_that_ends_at_its_first_token_is_final(
     entry = {"token": "two", "logprob": -1.0, "bytes": None, "top_logprobs": []}
     said = choice("two", 7, "stop", stop_reason=3, logprobs={"content": [entry]})
     server.answer = replies(prefilled(handle=handle, choices=[said]))
-    made = await engine.prefill(TEXT, None)
+    made = await engine.prefill(TEXT, False)
     assert made == Prefilled(answer=Delta("two", [7], "stop", 3, [entry]))
 
 
@@ -369,7 +419,7 @@ async def test_the_clients_salt_goes_with_the_tokens(
 ) -> None:
     server.answer = replies(prefilled())
     salted = replace(TEXT, body={**TEXT.body, "cache_salt": salt})
-    await engine.prefill(salted, None)
+    await engine.prefill(salted, False)
     server.answer = streams({"choices": [choice("two", 7, "stop")]})
     await decode(engine, salted)
     assert [body.get("cache_salt") for _, body in server.requests] == [salt or None] * 2
@@ -417,16 +467,16 @@ async def test_prefill_of_sparse_placeholders_is_the_chat_again_with_its_media(
     server: StandIn, sparse: VllmEngine, route: Route, max_tokens: int
 ) -> None:
     reply = {"choices": [{"message": {}, "finish_reason": "length"}], "kv_transfer_params": HANDLE}
-    server.answer = replies(reply | {"ec_transfer_params": {"load_s": 0.25}})
+    server.answer = replies(reply | {"ec_transfer_params": SAID})
     sampling = GREEDY | {"max_tokens": max_tokens}
     prompt = replace(PROMPT, body=RENDERING | SAYING, route=route, sampling=sampling)
-    assert await sparse.prefill(prompt, Path("/shm/r")) == Prefilled(HANDLE, load_s=0.25)
+    assert await sparse.prefill(prompt, True) == Prefilled(HANDLE, **TOLD)
     sent = {
         "model": "tiny",
         **RENDERING,
         **ANY_TOKEN,
         "tool_choice": "none",
-        "ec_transfer_params": {"folders": ["/shm/r", "/shm/r"]},
+        "ec_transfer_params": {"coming": True},
         "kv_transfer_params": KEEP,
     }
     assert server.requests == [(CHAT, sent)]
@@ -434,16 +484,16 @@ async def test_prefill_of_sparse_placeholders_is_the_chat_again_with_its_media(
 
 async def test_text_is_prefilled_as_everywhere(server: StandIn, sparse: VllmEngine) -> None:
     server.answer = replies(prefilled("stop"))
-    assert (await sparse.prefill(TEXT, None)).answer == Delta("two", [7], "stop")
+    assert (await sparse.prefill(TEXT, False)).answer == Delta("two", [7], "stop")
     assert [path for path, _ in server.requests] == [GENERATE]
 
 
 async def test_a_prefill_with_media_that_lacked_an_embedding_says_so(
-    server: StandIn, sparse: VllmEngine, tmp_path: Path
+    server: StandIn, sparse: VllmEngine, store: Store
 ) -> None:
     server.answer = fails(500)
     with pytest.raises(EmbeddingMissingError):
-        await sparse.prefill(PROMPT, tmp_path)
+        await sparse.prefill(PROMPT, True)
 
 
 # Prefill fails --------------------------------------------------------------------------------
@@ -455,7 +505,7 @@ async def test_a_prefill_that_kept_no_kv_cache_has_failed(
 ) -> None:
     server.answer = replies(prefilled(handle=handle))
     with pytest.raises(EngineError, match="e-0 prefilled without keeping the KV cache") as error:
-        await engine.prefill(TEXT, None)
+        await engine.prefill(TEXT, False)
     assert error.value.retryable
 
 
@@ -466,7 +516,7 @@ async def test_a_prefill_that_ends_otherwise_has_failed(
 ) -> None:
     server.answer = replies(prefilled(choices=[choice("", 7, finish)]))
     with pytest.raises(EngineError, match=f"e-0 ended its token: {finish}") as error:
-        await engine.prefill(prompt, None)
+        await engine.prefill(prompt, False)
     assert (error.value.status, error.value.retryable) == (None, True)
 
 
@@ -476,42 +526,85 @@ async def test_a_prefill_with_sparse_placeholders_that_ends_otherwise_has_failed
     choices = [{"message": {}, "finish_reason": "abort"}]
     server.answer = replies({"choices": choices, "kv_transfer_params": HANDLE})
     with pytest.raises(EngineError, match="e-0 ended its token: abort"):
-        await sparse.prefill(PROMPT, Path("/shm/r"))
+        await sparse.prefill(PROMPT, False)
+
+
+def put(store: Store, *keys: str) -> None:
+    memory = Memory.of([memoryview(b"1234")])
+    store.add(memory, [Item(key, 0, (1, 1), "float32") for key in keys], 0.0)
 
 
 @pytest.mark.parametrize(
     ("present", "status", "missing"),
     [
-        ((), 500, True),
-        (("k0",), 500, True),
-        (("k0", "k1"), 500, False),
-        ((), 400, False),
-        ((), 503, False),
+        ((), 500, ("k0", "k1")),
+        (("k0",), 500, ("k1",)),
+        (("k0", "k1"), 500, None),
+        ((), 400, None),
+        ((), 503, None),
     ],
 )
-async def test_a_failed_prefill_lacked_an_embedding_if_a_file_is_not_there(
+async def test_a_failed_prefill_lacked_the_embeddings_that_the_engine_does_not_have(
     server: StandIn,
     engine: VllmEngine,
-    tmp_path: Path,
+    store: Store,
     present: tuple[str, ...],
     status: int,
-    missing: bool,
+    missing: tuple[str, ...] | None,
 ) -> None:
     server.answer = fails(status)
-    for key in present:
-        (tmp_path / f"{key}.safetensors").touch()
+    put(store, *present)
     with pytest.raises(EngineError, match="it went wrong") as error:
-        await engine.prefill(PROMPT, tmp_path)
-    assert isinstance(error.value, EmbeddingMissingError) is missing
+        await engine.prefill(PROMPT, True)
+    assert getattr(error.value, "keys", None) == missing
+    assert isinstance(error.value, EmbeddingMissingError) is bool(missing)
     assert error.value.status == status
 
 
+async def test_an_item_that_is_lacked_twice_is_named_once(
+    server: StandIn, engine: VllmEngine, store: Store
+) -> None:
+    server.answer = fails(500)
+    with pytest.raises(EmbeddingMissingError) as error:
+        await engine.prefill(replace(PROMPT, items=(*ITEMS, *ITEMS)), False)
+    assert error.value.keys == ("k0", "k1")
+
+
+async def test_an_engine_that_does_not_say_what_it_lacks_has_just_failed(
+    server: StandIn, engine: VllmEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.answer = fails(500)
+    monkeypatch.setattr(client, "QUERY_TIMEOUT_S", 0.05)
+
+    async def prefill_fails() -> None:
+        with pytest.raises(EngineError) as error:
+            await engine.prefill(PROMPT, False)
+        assert type(error.value) is EngineError
+
+    await prefill_fails()
+    with new_socket() as silent:
+        silent.bind(str(tmp_path / "inbox"))
+        silent.listen()
+        await prefill_fails()
+
+
+async def test_who_does_not_know_where_to_ask_does_not_ask(
+    server: StandIn, tmp_path: Path, store: Store
+) -> None:
+    server.answer = fails(500)
+    engine = VllmEngine(WorkerId("e-0"), Stage.PREFILL, server.socket, "tiny")
+    with pytest.raises(EngineError) as error:
+        await engine.prefill(PROMPT, False)
+    assert type(error.value) is EngineError
+    await engine.close()
+
+
 async def test_a_failed_prefill_of_text_lacked_no_embedding(
-    server: StandIn, engine: VllmEngine
+    server: StandIn, engine: VllmEngine, store: Store
 ) -> None:
     server.answer = fails(500)
     with pytest.raises(EngineError) as error:
-        await engine.prefill(TEXT, None)
+        await engine.prefill(TEXT, False)
     assert type(error.value) is EngineError
 
 
@@ -859,7 +952,7 @@ async def test_a_text_that_fits_is_given_as_it_is(
 ) -> None:
     server.answer = fails(400, "x" * number)
     with pytest.raises(EngineError) as error:
-        await engine.prefill(TEXT, None)
+        await engine.prefill(TEXT, False)
     assert str(error.value) == "x" * number
 
 

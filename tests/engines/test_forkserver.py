@@ -26,6 +26,7 @@ def main():
     seen = {
         "argv": sys.argv,
         "env": os.environ.get("OF_THE_ENGINE"),
+        "cores": sorted(os.sched_getaffinity(0)),
         "leader": os.getsid(0) == os.getpid(),
         "context": cores.get_mp_context().get_start_method(),
     }
@@ -102,9 +103,9 @@ class ForkServer:
             self._news += received
         return self._news.pop(0)
 
-    def start(self, *words: str) -> int:
-        """Ask for an engine; its pid."""
-        env = {"OF_THE_ENGINE": "1"}
+    def start(self, *words: str, **more: str) -> int:
+        """Ask for an engine, with more in its environment; its pid."""
+        env = {"OF_THE_ENGINE": "1", **more}
         self.peer.send({"name": "decode-0", "argv": words, "env": env, "log": str(self.log)})
         news = self.hear()
         assert news["name"] == "decode-0"
@@ -142,6 +143,16 @@ def test_an_engine_gets_its_arguments_environment_and_log(server: ForkServer) ->
     assert seen["leader"], "it has a session, and a process group, of its own"
     os.kill(pid, signal.SIGKILL)
     assert server.hear() == {"exited": pid, "code": -9}
+
+
+def test_an_engine_runs_on_its_cores_and_the_next_one_on_all(server: ForkServer) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    pid = server.start("end", EASERVE_CORES=str(cores[-1]))
+    assert server.seen()["cores"] == cores[-1:]
+    assert server.hear() == {"exited": pid, "code": 0}
+    server.log = server.log.with_name("next.log")
+    server.start("end")
+    assert server.seen()["cores"] == cores
 
 
 def test_vllm_is_imported_once_by_the_server(server: ForkServer) -> None:

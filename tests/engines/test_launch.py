@@ -7,18 +7,22 @@ from typing import Any
 
 import pytest
 
-from easerve.config import ConfigError, build
+from easerve.config import GIB, ConfigError, build
 from easerve.engines.vllm import launch
-from easerve.engines.vllm.launch import EngineSpec, assign_devices, engine_specs
+from easerve.engines.vllm.launch import EngineSpec, engine_specs
+from easerve.engines.vllm.memory import plan
+from easerve.engines.vllm.models import ModelInfo
 from easerve.types import Stage
 
-RUN, LOGS = Path("/run/x"), Path("/log/x")
+RUN, LOGS, SECRET = Path("/run/x"), Path("/log/x"), "hunter2"
+INFO = ModelInfo(encoder_bytes=GIB // 2, language_bytes=14 * GIB)
 
 
-def specs(media_at_prefill: bool = False, **content: Any) -> dict[str, EngineSpec]:
+def specs(media_at_prefill: bool = False, run: Path = RUN, **content: Any) -> dict[str, EngineSpec]:
     """The launches of a deployment, by engine."""
-    deployment = build({"model": "owner/name", **content}, "test")
-    made = engine_specs(deployment, RUN, LOGS, media_at_prefill)
+    gpu = {"gpu_memory": "48GiB"} if content.get("device") == "cuda" else {}
+    deployment = build({"model": "owner/name", **gpu, **content}, "test")
+    made = engine_specs(deployment, plan(deployment, INFO), run, LOGS, SECRET, media_at_prefill)
     return {spec.worker_id: spec for spec in made}
 
 
@@ -33,6 +37,12 @@ def config(spec: EngineSpec, flag: str) -> dict[str, Any] | None:
     return None if text is None else json.loads(text)
 
 
+def roles(spec: EngineSpec) -> tuple[str | None, str | None]:
+    """In the transfer of KV caches and of embeddings."""
+    kv, ec = (config(spec, f"--{kind}-transfer-config") or {} for kind in ("kv", "ec"))
+    return kv.get("kv_role"), ec.get("ec_role")
+
+
 @pytest.fixture(params=["cpu", "cuda"])
 def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -44,11 +54,7 @@ def device(request: pytest.FixtureRequest) -> str:
 def test_an_encoder_produces_embeddings_and_has_no_kv_transfer(device: str) -> None:
     encoder = specs(device=device)["encode-0"]
     assert encoder.stage is Stage.ENCODE
-    assert config(encoder, "--ec-transfer-config") == {
-        "ec_connector": "FileConnector",
-        "ec_connector_module_path": "easerve.engines.vllm.ec_files",
-        "ec_role": "ec_producer",
-    }
+    assert roles(encoder) == (None, "ec_producer")
     assert "--kv-transfer-config" not in encoder.argv
     assert "--limit-mm-per-prompt" not in encoder.argv
     assert "--no-enable-prefix-caching" in encoder.argv
@@ -56,12 +62,16 @@ def test_an_encoder_produces_embeddings_and_has_no_kv_transfer(device: str) -> N
 
 @pytest.mark.parametrize(
     ("name", "kv_role", "ec_role"),
-    [("prefill-0", "kv_producer", "ec_consumer"), ("decode-0", "kv_consumer", None)],
+    [
+        ("local-prefill-0", "kv_producer", "ec_consumer"),
+        ("prefill-0", "kv_producer", "ec_consumer"),
+        ("decode-0", "kv_consumer", None),
+    ],
 )
 def test_prefill_and_decode_load_the_language_model_only(
     device: str, name: str, kv_role: str, ec_role: str | None
 ) -> None:
-    spec = specs(device=device)[name]
+    spec = specs(device=device, local_prefill={})[name]
     assert config(spec, "--limit-mm-per-prompt") == {"image": 0, "video": 0, "audio": 0}
     assert value(spec, "--mm-processor-cache-gb") == "0"
     assert config(spec, "--kv-transfer-config") == {
@@ -70,12 +80,58 @@ def test_prefill_and_decode_load_the_language_model_only(
         "kv_buffer_device": device,
         "kv_load_failure_policy": "fail",
     }
-    ec = config(spec, "--ec-transfer-config")
-    assert (ec and ec["ec_role"]) == ec_role
+    assert roles(spec) == (kv_role, ec_role)
+
+
+def test_a_local_prefill_engine_is_a_prefill_engine_beside_its_encoders(device: str) -> None:
+    made = specs(device=device, encode={"replicas": 2}, local_prefill={})
+    assert list(made) == [
+        *("encode-0", "encode-1", "local-prefill-0", "local-prefill-1", "prefill-0", "decode-0"),
+    ]
+    assert [spec.beside for spec in made.values()] == [
+        *((), (), ("encode-0",), ("encode-1",)),
+        *((), ()),
+    ]
+    for encoder, local in (("encode-0", "local-prefill-0"), ("encode-1", "local-prefill-1")):
+        assert made[local].stage is Stage.PREFILL
+        assert made[local].devices == made[encoder].devices
+
+
+def test_embeddings_are_pushed_into_the_inboxes_of_prefill_engines(device: str) -> None:
+    engine = {"embedding_cache": "2MiB", "embedding_timeout_s": 1.5}
+    made = specs(device=device, engine=engine, local_prefill={})
+    for name, spec in made.items():
+        inbox = RUN / f"{name}.ec.sock" if spec.stage is Stage.PREFILL else None
+        assert spec.inbox == inbox
+        ec = config(spec, "--ec-transfer-config")
+        if spec.stage is Stage.DECODE:
+            assert ec is None
+            continue
+        assert ec == {
+            "ec_connector": "PushConnector",
+            "ec_connector_module_path": "easerve.engines.vllm.ec.connector",
+            "ec_role": "ec_producer" if spec.stage is Stage.ENCODE else "ec_consumer",
+            "ec_connector_extra_config": {
+                "name": name,
+                "inboxes": str(RUN),
+                "cache_bytes": 2 << 20,
+                "timeout_s": 1.5,
+                "transport": "memfd" if device == "cpu" else "cuda-ipc",
+            },
+        }
+
+
+def test_the_secret_is_in_the_environment_of_those_who_push_and_are_pushed_to(device: str) -> None:
+    for spec in specs(device=device, local_prefill={}).values():
+        known = None if spec.stage is Stage.DECODE else SECRET
+        assert spec.env.get("EASERVE_EC_TOKEN") == known
+        assert SECRET not in " ".join(spec.command())
+        assert SECRET not in repr(spec)
 
 
 def test_a_prefill_that_gets_media_may_be_given_them(device: str) -> None:
     dense, sparse = specs(device=device), specs(device=device, media_at_prefill=True)
+    assert list(sparse) == list(dense)
     for name, spec in sparse.items():
         limited = config(spec, "--limit-mm-per-prompt")
         assert limited == ({"image": 0, "video": 0, "audio": 0} if name == "decode-0" else None)
@@ -116,6 +172,13 @@ def test_cpu_engines_run_eagerly_in_one_process_with_their_threads() -> None:
         assert spec.env["OMP_NUM_THREADS"] == "3"
         assert spec.env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
         assert "CUDA_VISIBLE_DEVICES" not in spec.env
+        assert "EASERVE_CORES" not in spec.env
+
+
+def test_engines_of_a_cpu_are_told_their_cores() -> None:
+    made = specs(encode={"cores": [[0, 2]]}, local_prefill={}, decode={"cores": [[1]]})
+    told = {name: spec.env.get("EASERVE_CORES") for name, spec in made.items()}
+    assert told == {"encode-0": "0,2", "local-prefill-0": "0,2", "prefill-0": None, "decode-0": "1"}
 
 
 def test_cuda_engines_get_their_gpus_and_their_share_of_them() -> None:
@@ -133,23 +196,24 @@ def test_cuda_engines_get_their_gpus_and_their_share_of_them() -> None:
         assert "OMP_NUM_THREADS" not in spec.env
 
 
-def test_free_gpus_are_the_lowest_that_nobody_named() -> None:
-    deployment = build(
-        {
-            "model": "m",
-            "device": "cuda",
-            "encode": {"replicas": 2},
-            "prefill": {"tensor_parallel_size": 2, "devices": [[3, 1]]},
-            "decode": {"tensor_parallel_size": 2},
-        },
-        "test",
-    )
-    assert assign_devices(deployment) == {
-        "encode-0": (0,),
-        "encode-1": (2,),
-        "prefill-0": (3, 1),
-        "decode-0": (4, 5),
-    }
+def test_an_encoder_and_its_local_engine_are_told_what_they_get_of_their_gpu() -> None:
+    """vLLM's own profiling is wrong where two engines start on one GPU."""
+    made = specs(device="cuda", local_prefill={})
+    for name, share in (("encode-0", "0.06"), ("local-prefill-0", "0.84"), ("decode-0", "0.9")):
+        assert value(made[name], "--gpu-memory-utilization") == share
+    left = int(48 * GIB * 0.84) - 14 * GIB - 3 * GIB // 2 - GIB
+    assert value(made["local-prefill-0"], "--kv-cache-memory-bytes") == str(left)
+    for name in ("encode-0", "prefill-0", "decode-0"):
+        assert "--kv-cache-memory-bytes" not in made[name].argv
+    assert made["local-prefill-0"].env["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+def test_the_shares_and_the_kv_cache_of_a_local_engine_may_be_given() -> None:
+    local = {"gpu_memory_utilization": 0.5, "kv_cache_memory": "2GiB"}
+    made = specs(device="cuda", encode={"gpu_memory_utilization": 0.25}, local_prefill=local)
+    assert value(made["encode-0"], "--gpu-memory-utilization") == "0.25"
+    assert value(made["local-prefill-0"], "--gpu-memory-utilization") == "0.5"
+    assert value(made["local-prefill-0"], "--kv-cache-memory-bytes") == str(2 * GIB)
 
 
 def test_engines_may_be_put_on_one_gpu() -> None:
@@ -299,14 +363,24 @@ def test_connections_outlive_the_routers_patience() -> None:
 
 @pytest.mark.parametrize(("length", "fits"), [(107, True), (108, False)])
 def test_a_socket_path_that_the_kernel_would_cut_is_an_error(length: int, fits: bool) -> None:
-    longest = "/prefill-0.sock"
+    longest = "/prefill-0.ec.sock"
     run = Path("/" + "x" * (length - len(longest) - 1))
-    deployment = build({"model": "m"}, "test")
     if fits:
-        assert max(len(str(spec.socket)) for spec in engine_specs(deployment, run, LOGS)) == length
+        inboxes = [spec.inbox for spec in specs(run=run).values() if spec.inbox]
+        assert [len(str(inbox)) for inbox in inboxes] == [length]
     else:
-        with pytest.raises(ConfigError, match=r"prefill-0\.sock: too long for a Unix socket"):
-            engine_specs(deployment, run, LOGS)
+        with pytest.raises(ConfigError, match=r"prefill-0\.ec\.sock: too long for a Unix socket"):
+            specs(run=run)
+
+
+def test_another_start_is_the_same_but_for_a_port_that_is_free() -> None:
+    spec = specs(local_prefill={})["local-prefill-0"]
+    again = spec.again()
+    ports = [int(each.env[launch.SIDE_CHANNEL_PORT]) for each in (spec, again)]
+    assert ports[0] != ports[1]
+    assert dict(again.env) == {**spec.env, launch.SIDE_CHANNEL_PORT: str(ports[1])}
+    assert (again.argv, again.socket, again.inbox) == (spec.argv, spec.socket, spec.inbox)
+    assert (again.log, again.beside) == (spec.log, spec.beside)
 
 
 def test_the_fork_server_is_told_the_model_and_where_its_socket_goes() -> None:

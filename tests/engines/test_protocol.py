@@ -31,4 +31,4 @@ def test_each_leg_has_the_next_seed_where_there_is_one(
 )
 def test_only_a_refusal_is_the_requests_fault(status: int | None, retryable: bool) -> None:
     assert EngineError("it failed", status).retryable is retryable
-    assert EmbeddingMissingError("it failed", status).retryable is retryable
+    assert EmbeddingMissingError("it failed", status, ("k",)).retryable is retryable

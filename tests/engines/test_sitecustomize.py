@@ -56,6 +56,15 @@ print(fixes.__file__, *(name for name in ("torch", "vllm", "nixl") if sys.module
     assert found.stdout.decode().split() == [str(SITE / "sitecustomize.py")]
 
 
+@pytest.mark.parametrize("given", [None, "one", "all"])
+def test_a_process_stays_on_the_cores_of_its_engine(tmp_path: Path, given: str | None) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    expected = cores[-1:] if given == "one" else cores
+    env = {} if given is None else {"EASERVE_CORES": ",".join(map(str, expected))}
+    code = "import os; print(*sorted(os.sched_getaffinity(0)))"
+    assert run(tmp_path, code, **env).split() == [str(core) for core in expected]
+
+
 # Dying with the parent ------------------------------------------------------------------------
 
 SLEEP = "import os, time; os.write(1, b'%d\\n' % os.getpid()); time.sleep(60)"

@@ -1,39 +1,99 @@
 """What must hold of a core, whatever it is told; asserted at each step of a ``Model``."""
 
+from collections.abc import Sequence
 from copy import deepcopy
 from itertools import chain
+from math import inf
 
 from easerve.policy import events as ev
 from easerve.policy.batching import FULL, HARD_TIMEOUT_NS
+from easerve.policy.core import Core, Limits
+from easerve.policy.directory import Directory
 from easerve.policy.encoding import Encoding, Entry
-from easerve.policy.knobs import Order
+from easerve.policy.knobs import Knobs, Order
 from easerve.policy.lifecycle import RequestState
-from easerve.types import Reason, Stage, WorkerId
+from easerve.policy.offload import ONLY, SPILL, Candidate, Load, Offload, Placement
+from easerve.policy.share import ONE
+from easerve.types import BatchId, Reason, RequestId, Side, Stage
 
-from .model import Asked, Model, num_tokens_of
-from .scenario import MAX_NEW_TOKENS, NUM_PROMPT_TOKENS
+from .model import Asked, Model, keys_of, num_tokens_of
+
+
+class Watched(Offload):
+    """Remembers what it has drawn, batch by batch."""
+
+    def __init__(self, knobs: Knobs) -> None:
+        super().__init__(knobs)
+        self.batches: list[list[tuple[Candidate, Placement]]] = []
+
+    def place(self, candidates: Sequence[Candidate], load: Load, now_ns: int) -> list[Placement]:
+        placements = super().place(candidates, load, now_ns)
+        self.batches.append(list(zip(candidates, placements, strict=True)))
+        return placements
+
+
+class Share:
+    """What the remote side is behind its share, in billionths, by all that was drawn."""
+
+    def __init__(self, knobs: Knobs) -> None:
+        self.knobs = knobs
+        self.deficit = self.largest = 0
+
+    def retune(self, knobs: Knobs) -> None:
+        if (knobs.where, knobs.band_kappa) != (self.knobs.where, self.knobs.band_kappa):
+            self.deficit = 0
+        self.knobs = knobs
+
+    def check(self, batch: Sequence[tuple[Candidate, Placement]]) -> None:
+        for candidate, placement in batch:
+            assert round(placement.deficit_before * ONE) == self.deficit
+            assert self.knobs.share_trim or placement.share == self.knobs.remote_share
+            assert placement.side in candidate.sides
+            if placement.reason not in (ONLY, SPILL):
+                by_tokens = self.knobs.where == "deficit-tokens"
+                weight = candidate.num_tokens if by_tokens else 1
+                self.largest = max(self.largest, candidate.num_tokens)
+                remote = placement.side is Side.REMOTE
+                self.deficit += weight * (round(placement.share * ONE) - ONE * remote)
+            assert round(placement.deficit_after * ONE) == self.deficit
+        bounds = {"deficit": 0.5, "deficit-tokens": self.largest / 2, "band": self.knobs.band_kappa}
+        assert abs(self.deficit) <= ONE * bounds.get(self.knobs.where, inf), "off its share"
 
 
 class Checked(Model):
+    def __init__(self, core: Core, limits: Limits) -> None:
+        super().__init__(core, limits)
+        self.share = Share(core.knobs)
+        self.watched = core._placing.offload = Watched(core.knobs)
+
     def step(self, events: list[ev.Event], actions: list[ev.Action], now_ns: int) -> None:
         super().step(events, actions, now_ns)
+        for batch in self.watched.batches:
+            self.share.check(batch)
+        self.watched.batches.clear()
         assert all(request.num_prepares for request in self.requests.values())
         assert self.core.num_open == len(self.requests)
         self.check_work()
         self.check_numbers()
         self.check_queue(self.core._encoding)
-        self.check_holders(self.core._encoding)
+        self.check_pending(self.core._encoding)
+        self.check_directory(self.core._directory)
         if self.serves(*Stage):
             self.check_progress()
             self.check_waits()
         self.check_deadline()
+
+    def hear(self, event: ev.Event) -> None:
+        super().hear(event)
+        if isinstance(event, ev.KnobsChanged):
+            self.share.retune(event.knobs)
 
     # Of an action -----------------------------------------------------------------------------
 
     def fail(self, request: Asked, reason: Reason) -> None:
         """A request does not pay for another's item, nor twice for one loss."""
         if reason is Reason.ENCODE_FAILED:
-            own_fault = not request.items or any(i.key in self.at_fault for i in request.items)
+            own_fault = request.at_fault
         elif reason is Reason.WORKER_LOST:
             own_fault = bool(request.started) and not request.received.can_resume
         else:
@@ -41,17 +101,43 @@ class Checked(Model):
         assert own_fault or request.num_failures > self.limits.max_retries
 
     def start_encode(self, action: ev.StartEncode) -> None:
-        knobs, decision = self.core.knobs, action.decision
+        decision = action.decision
         assert decision.wait_s >= decision.held_s >= 0
         assert decision.num_left >= 0
         assert bool(decision.held_s) == bool(decision.held_by)
-        assert len({entry.item.modality for entry in action.items}) == 1
-        if knobs.when == "none":
-            assert len(action.items) == 1
+        if not action.forward:
+            self.check_sent(action)
         else:
-            self.check_size(action)
-            self.check_turn(action)
+            assert len({entry.item.modality for entry in action.items}) == 1
+            if self.core.knobs.when == "none":
+                assert len(action.items) == 1
+            else:
+                self.check_size(action)
+                self.check_turn(action)
+            self.check_needed(action)
         super().start_encode(action)
+
+    def check_sent(self, batch: ev.StartEncode) -> None:
+        """To one request, of what the encoder has and the destination has not."""
+        assert keys_of(batch) <= self.directory[batch.worker_id]
+        ((request_id, destination),) = {
+            (waiter.request_id, waiter.destination)
+            for entry in batch.items
+            for waiter in entry.waiters
+        }
+        assert batch.worker_id not in self.requests[request_id].failed_by
+        assert keys_of(batch).isdisjoint(self.directory.get(destination, set()))
+
+    def check_needed(self, batch: ev.StartEncode) -> None:
+        """Encoders that have it have failed somebody; and nobody is left out who waited."""
+        for entry in batch.items:
+            key, waiters = entry.item.key, {waiter.request_id for waiter in entry.waiters}
+            failed_by = set().union(*(self.requests[id_].failed_by for id_ in waiters))
+            holders = {id_ for id_, keys in self.directory.items() if key in keys}
+            encoders = {id_ for id_ in holders if self.workers[id_].stage is Stage.ENCODE}
+            assert encoders <= failed_by | self.blamed.get(key, set()), "an encoder has it"
+            waited = {id_ for id_, each in self.requests.items() if key in each.wanted}
+            assert key in self.finished or waited <= waiters
 
     def check_size(self, batch: ev.StartEncode) -> None:
         knobs = self.core.knobs
@@ -64,7 +150,8 @@ class Checked(Model):
         """Only a full batch runs ahead, and none overtakes an item that has waited too long."""
         knobs = self.core.knobs
         entries = self.core._encoding._batches[batch.batch_id].entries
-        num_ahead = sum(other.worker_id == batch.worker_id for other in self.batches.values())
+        ahead = [b for b in self.batches.values() if b.forward and b.worker_id == batch.worker_id]
+        num_ahead = len(ahead)
         assert num_ahead <= knobs.run_ahead
         if num_ahead:
             assert batch.decision.reason == FULL
@@ -80,21 +167,27 @@ class Checked(Model):
 
     def check_work(self) -> None:
         """Engines hold what was started there, and what is on its way."""
-        held: dict[WorkerId, dict[object, int]] = {id_: {} for id_ in self.workers}
+        held: dict[str, dict[BatchId | tuple[RequestId, int], int]] = {w: {} for w in self.workers}
         for batch_id, batch in self.batches.items():
-            held[batch.worker_id][batch_id] = num_tokens_of(batch)
-        for (request_id, leg, _), work in self.legs.items():
+            if batch.forward:
+                held[batch.worker_id][batch_id] = num_tokens_of(batch)
+        for (id_, leg, _), work in self.legs.items():
+            shape = self.core._requests[id_].shape
             decodes = isinstance(work, ev.StartDecode)
-            tokens = NUM_PROMPT_TOKENS + (MAX_NEW_TOKENS if decodes else 0)
-            held[work.worker_id][request_id, leg] = tokens
-        running = {worker_id: set(work) for worker_id, work in held.items()}
-        for request_id, request in self.requests.items():
-            if request.destination is not None:
-                held[request.destination][request_id] = NUM_PROMPT_TOKENS
-        assert {worker.worker_id: worker.work for worker in self.core.pool} == held
+            tokens = shape.num_prompt_tokens + (shape.max_new_tokens if decodes else 0)
+            held[work.worker_id][id_, leg] = tokens
+        waiting = {handle[:2] for handle in self.waiting}
         for worker in self.core.pool:
             assert worker.backlog_tokens == sum(worker.work.values())
-            assert set(worker.running) == running[worker.worker_id]
+            on_its_way = {key: num for key, num in worker.work.items() if isinstance(key, str)}
+            assert worker.work == held[worker.worker_id] | on_its_way
+            assert set(worker.running) == held[worker.worker_id].keys() - waiting
+            for request_id, num_tokens in on_its_way.items():
+                request = self.core._requests[RequestId(request_id)]
+                assert request.destination == worker.worker_id
+                assert request.needs_prefill
+                assert num_tokens == request.shape.num_prompt_tokens
+        assert {worker.worker_id for worker in self.core.pool} == held.keys()
 
     def check_numbers(self) -> None:
         core, requests = self.core, self.core._requests.values()
@@ -107,6 +200,10 @@ class Checked(Model):
         assert sorted(core._flow.gate._waiting) == sorted(request.request_id for request in before)
         assert core._flow.gate._num_waiting == sum(request.num_choices for request in before)
         assert not any(r.passed for r in preparing)
+        assert core._flow.times.prefill_s >= 0
+        for request_id, asked in self.requests.items():
+            num_retries = self.limits.max_retries - core._requests[request_id].retries_left
+            assert num_retries <= asked.num_failures, "a failure was paid for twice"
 
     def check_queue(self, encoding: Encoding) -> None:
         entries = list(chain(*encoding._queues.values()))
@@ -117,17 +214,31 @@ class Checked(Model):
             assert queue == sorted(queue, key=encoding._place)
             assert {entry.kind for entry in queue} == {kind}
 
-    def check_holders(self, encoding: Encoding) -> None:
-        holders = encoding._holders
-        assert holders.keys().isdisjoint(encoding._entries), "encoded though it is there"
-        for key, request_ids in holders.items():
-            assert request_ids
-            assert all(key in self.requests[request_id].keys_had for request_id in request_ids)
+    def check_pending(self, encoding: Encoding) -> None:
+        """What holds a request back is queued or under way, and what is queued holds back."""
+        for request in self.core._requests.values():
+            assert (request.state is RequestState.ENCODING) == bool(request.pending)
+            for index in request.pending:
+                entry = encoding._entries[request.items[index].key]
+                assert (request, index) in entry.waiters
+        for entry in encoding._entries.values():
+            for request, index in entry.waiters:
+                assert self.core._requests[request.request_id] is request
+                assert request.items[index] == entry.item
+                assert entry.batch_id is not None or index in request.pending
+
+    def check_directory(self, directory: Directory) -> None:
+        there = {worker_id: keys for worker_id, keys in self.directory.items() if keys}
+        assert {id_: set(keys) for id_, keys in directory._keys.items() if keys} == there
+        pairs = {(key, id_) for key, holders in directory._holders.items() for id_ in holders}
+        assert pairs == {(key, id_) for id_, keys in there.items() for key in keys}
+        assert all(directory._holders.values())
+        assert directory._keys.keys() <= self.workers.keys()
 
     def check_progress(self) -> None:
         """Every request waits for something that will be."""
         for request_id, request in self.requests.items():
-            if request.items is None:
+            if request.shape is None:
                 assert request_id in self.to_prepare
             elif request.generates:
                 for leg in range(request.received.num_choices):
@@ -135,6 +246,11 @@ class Checked(Model):
                     answered = request.answered.get(leg, -2) == attempt
                     waits = request_id in self.core._flow.gate._waiting
                     assert answered or waits or (request_id, leg, attempt) in self.legs
+
+        for handle in self.waiting:
+            request, worker_id = self.requests[handle[0]], self.legs[handle].worker_id
+            if request.destination == worker_id:  # else the engine will miss them
+                assert request.pending or self.awaited(handle[0], worker_id), "waits in vain"
 
     def check_waits(self) -> None:
         """What may wait while engines of every stage are there."""
@@ -145,18 +261,19 @@ class Checked(Model):
             assert wake_ns <= self.now_ns + HARD_TIMEOUT_NS
         if self.core.knobs.when == "none":
             assert not self.queued
-        elif self.has_idle_encoder and self.has_credit_for_all:
+        elif self.queued and self.has_idle_encoder and self.has_credit_for_all:
             self.check_waits_beside_an_idle_encoder()
 
     @property
     def has_idle_encoder(self) -> bool:
-        busy = {batch.worker_id for batch in self.batches.values()}
+        busy = {batch.worker_id for batch in self.batches.values() if batch.forward}
         return any(w.stage is Stage.ENCODE and id_ not in busy for id_, w in self.workers.items())
 
     @property
     def has_credit_for_all(self) -> bool:
         core = self.core
-        return deepcopy(core._flow).opening(core.pool, core._now_ns).allowed is None
+        _, backlog_s = core._placing.least_and_most_s(core._now_ns)
+        return deepcopy(core._flow).opening(core.pool, backlog_s, core._now_ns).allowed is None
 
     def check_waits_beside_an_idle_encoder(self) -> None:
         knobs = self.core.knobs
@@ -186,8 +303,8 @@ class Checked(Model):
 
     def check_nothing_is_kept(self) -> None:
         encoding, queues = self.core._encoding, self.core._queues
-        kept = [encoding._entries, encoding._queues, encoding._batches, encoding._holders]
+        kept = [encoding._entries, encoding._queues, encoding._batches]
         assert not any(kept)
         assert not any([queues.legs, queues.preparations])
-        assert not any(worker.work for worker in self.core.pool)
+        assert not any(worker.work or worker.running for worker in self.core.pool)
         assert self.core._batcher.wake_ns is self.core._flow.wake_ns is None

@@ -1,4 +1,7 @@
-"""A core, and short words for what a driver tells it. Worker ``e0`` encodes, ``p0`` prefills …"""
+"""A core, and short words for what a driver tells it. Worker ``e0`` encodes, ``p0`` prefills …
+
+``l0`` prefills beside ``e0``.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,15 +11,27 @@ from easerve.config import Policy
 from easerve.costs.linear import LinearCosts
 from easerve.policy import events as ev
 from easerve.policy.admission import Admission
-from easerve.policy.core import Core, Limits
+from easerve.policy.core import HELD, Core, Limits
 from easerve.policy.estimates import Estimates
 from easerve.policy.knobs import Knobs
 from easerve.policy.lifecycle import RequestState
+from easerve.policy.offload import Placement
+from easerve.policy.placing import LEAST
 from easerve.policy.state import Request
 from easerve.serve.admin import knobs_of
-from easerve.types import NS_PER_S, BatchId, MediaItem, Modality, RequestId, Shape, Stage, WorkerId
+from easerve.types import (
+    NS_PER_S,
+    BatchId,
+    MediaItem,
+    Modality,
+    RequestId,
+    Shape,
+    Side,
+    Stage,
+    WorkerId,
+)
 
-STAGES = {"e": Stage.ENCODE, "p": Stage.PREFILL, "d": Stage.DECODE}
+STAGES = {"e": Stage.ENCODE, "p": Stage.PREFILL, "l": Stage.PREFILL, "d": Stage.DECODE}
 LIMITS = Limits(max_retries=2, request_timeout_ns=1000, worker_wait_ns=100)
 ADMISSION = Admission(max_requests=100, max_bytes=1000)
 NUM_PROMPT_TOKENS, MAX_NEW_TOKENS, NUM_ITEM_TOKENS = 100, 20, 30
@@ -40,12 +55,14 @@ SLOW = LinearCosts(  # a call of a picture takes 330 ms, a prompt 100 ms
 R, S, T = map(RequestId, "rst")
 E0, E1, E2 = map(WorkerId, ("e0", "e1", "e2"))
 P0, P1 = map(WorkerId, ("p0", "p1"))
+L0, L1 = map(WorkerId, ("l0", "l1"))
 D0, D1 = map(WorkerId, ("d0", "d1"))
 B1, B2, B3, B4 = map(BatchId, range(1, 5))
 
 
 def joined(worker_id: WorkerId, **limits: int) -> ev.WorkerJoined:
-    return ev.WorkerJoined(worker_id, STAGES[worker_id[0]], **limits)
+    beside = (WorkerId(f"e{worker_id[1:]}"),) if worker_id.startswith("l") else ()
+    return ev.WorkerJoined(worker_id, STAGES[worker_id[0]], beside=beside, **limits)
 
 
 def picture(key: str, num_tokens: int = NUM_ITEM_TOKENS) -> MediaItem:
@@ -109,6 +126,16 @@ class Because:
         return isinstance(other, ev.Decision) and other.reason == self.reason
 
 
+@dataclass(frozen=True)
+class On:
+    """Equal to every placement on this side."""
+
+    side: Side
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Placement) and other.side is self.side
+
+
 def start_encode(
     batch_id: int, worker_id: WorkerId, *items: ev.EncodeItem, reason: str = "pass-through"
 ) -> ev.StartEncode:
@@ -117,8 +144,30 @@ def start_encode(
     return ev.StartEncode(BatchId(batch_id), worker_id, items, because)
 
 
+def start_send(batch_id: int, worker_id: WorkerId, *items: ev.EncodeItem) -> ev.StartEncode:
+    """As ``start_encode``; the encoder has the items already."""
+    return replace(start_encode(batch_id, worker_id, *items, reason=HELD), forward=False)
+
+
+def start_prefill(
+    request_id: RequestId = R,
+    worker_id: WorkerId = P0,
+    leg: int = 0,
+    attempt: int = 0,
+    reason: str = LEAST,
+    **more: Any,
+) -> ev.StartPrefill:
+    """To compare with; of its placement only the side counts."""
+    side: Any = On(Side.LOCAL if worker_id.startswith("l") else Side.REMOTE)
+    return ev.StartPrefill(request_id, leg, attempt, worker_id, reason, side, **more)
+
+
 def batches(actions: Sequence[ev.Action]) -> list[ev.StartEncode]:
     return [action for action in actions if isinstance(action, ev.StartEncode)]
+
+
+def prefills(actions: Sequence[ev.Action]) -> list[ev.StartPrefill]:
+    return [action for action in actions if isinstance(action, ev.StartPrefill)]
 
 
 def keys_of(batch: ev.StartEncode) -> str:

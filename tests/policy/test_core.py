@@ -1,5 +1,7 @@
 """One readable scenario for each path through the core."""
 
+from typing import Any
+
 import pytest
 
 from easerve.policy import events as ev
@@ -10,7 +12,6 @@ from .scenario import (
     B1,
     B2,
     B3,
-    B4,
     D0,
     D1,
     E0,
@@ -22,8 +23,11 @@ from .scenario import (
     S,
     Scenario,
     encode_item,
+    item,
     joined,
     start_encode,
+    start_prefill,
+    start_send,
 )
 
 IDLE = {E0: 0, P0: 0, D0: 0}
@@ -33,19 +37,20 @@ def failed(reason: Reason) -> list[ev.Action]:
     return [ev.Cancel(R), ev.Fail(R, reason)]
 
 
-def prefill(
-    worker_id: WorkerId = P0,
-    leg: int = 0,
-    attempt: int = 0,
-    media: bool = False,
-    resume: bool = False,
-) -> ev.StartPrefill:
-    reason = "holds its embeddings" if media else "least backlog"
-    return ev.StartPrefill(R, leg, attempt, worker_id, reason, resume)
+def prefill(worker_id: WorkerId = P0, leg: int = 0, attempt: int = 0, **m: Any) -> ev.StartPrefill:
+    return start_prefill(R, worker_id, leg, attempt, **m)
 
 
 def encode(batch_id: int, worker_id: WorkerId, index: int, to: WorkerId = P0) -> ev.StartEncode:
     return start_encode(batch_id, worker_id, encode_item(R, index, to))
+
+
+def send(batch_id: int, *indices: int, to: WorkerId = P0) -> ev.StartEncode:
+    return start_send(batch_id, E0, *(encode_item(R, index, to) for index in indices))
+
+
+def missing(leg: int, attempt: int = 0, index: int = 0) -> ev.EmbeddingMissing:
+    return ev.EmbeddingMissing(R, leg, attempt, (item(R, index).key,))
 
 
 # All goes well ------------------------------------------------------------------------------------
@@ -66,25 +71,38 @@ def test_text_is_prefilled_and_decoded() -> None:
     assert scenario.core.next_deadline() is None
 
 
-def test_media_is_encoded_first_and_prefilled_where_its_embeddings_went() -> None:
+def test_prefill_is_started_with_encode_and_waits_for_the_embeddings() -> None:
     scenario = Scenario()
-    assert scenario.start(num_items=1) == [encode(1, E0, 0)]
+    assert scenario.start(num_items=1) == [encode(1, E0, 0), prefill(coming=True)]
     assert scenario.backlog() == {E0: 30, P0: 100, D0: 0}
-    assert scenario.tell(ev.EncodeFinished(B1)) == [prefill(media=True)]
+    assert scenario.tell(ev.EncodeFinished(B1)) == []
     assert scenario.backlog() == IDLE | {P0: 100}
 
 
 def test_items_spread_over_encoders_and_go_to_one_prefill() -> None:
     scenario = Scenario(E0, E1, P0, P1, D0)
-    assert scenario.start(num_items=3) == [encode(1, E0, 0), encode(2, E1, 1), encode(3, E0, 2)]
-    assert scenario.tell(ev.EncodeFinished(B3), ev.EncodeFinished(B2)) == []
-    assert scenario.tell(ev.EncodeFinished(B1)) == [prefill(media=True)]
+    assert scenario.start(num_items=3) == [
+        encode(1, E0, 0),
+        encode(2, E1, 1),
+        encode(3, E0, 2),
+        prefill(coming=True),
+    ]
+
+
+def test_a_prefill_is_measured_without_its_wait_for_embeddings() -> None:
+    scenario = Scenario()
+    scenario.start(num_items=1)
+    scenario.now_ns = 900
+    scenario.tell(ev.EncodeFinished(B1))
+    scenario.now_ns = 999
+    scenario.tell(ev.PrefillFinished(R, 0, 0, wait_s=900e-9))
+    assert scenario.core._flow.times.prefill_s == pytest.approx(99e-9)
 
 
 def test_requests_spread_over_prefill_and_decode_workers() -> None:
     scenario = Scenario(P0, P1, D0, D1)
     assert scenario.start(R) == [prefill(P0)]
-    assert scenario.start(S) == [ev.StartPrefill(S, 0, 0, P1, "least backlog")]
+    assert scenario.start(S) == [start_prefill(S, P1)]
     assert scenario.tell(ev.PrefillFinished(R, 0, 0), ev.PrefillFinished(S, 0, 0)) == [
         ev.StartDecode(R, 0, 0, D0),
         ev.StartDecode(S, 0, 0, D1),
@@ -215,67 +233,100 @@ def test_retries_are_counted_over_all_stages() -> None:
     assert scenario.tell(failure) == failed(Reason.PREFILL_FAILED)
 
 
-def test_a_request_whose_prefill_workers_all_failed_it_keeps_to_one_destination() -> None:
+def test_embeddings_follow_a_request_to_another_prefill_worker() -> None:
     scenario = Scenario(E0, P0, P1, D0, limits=Limits(max_retries=3))
     scenario.start(num_items=2)
     scenario.tell(ev.EncodeFinished(B1), ev.EncodeFinished(B2))
-    scenario.tell(ev.PrefillFailed(R, 0, 0, retryable=True))
-    scenario.tell(ev.PrefillFailed(R, 0, 1, retryable=True))
-    encodes = scenario.tell(ev.EmbeddingMissing(R, 0, 2))
-    assert encodes == [encode(3, E0, 0), encode(4, E0, 1)]
-    assert scenario.backlog() == {E0: 60, P0: 100, P1: 0, D0: 0}
+    failure = ev.PrefillFailed(R, 0, 0, retryable=True)
+    assert scenario.tell(failure) == [send(3, 0, 1, to=P1), prefill(P1, attempt=1, coming=True)]
+    assert scenario.backlog() == {E0: 0, P0: 0, P1: 100, D0: 0}, "to send is no work"
+    scenario.tell(ev.EncodeFinished(B3))
+    failure = ev.PrefillFailed(R, 0, 1, retryable=True)
+    assert scenario.tell(failure) == [prefill(attempt=2)], "both failed it, and P0 has them still"
+    missing = ev.EmbeddingMissing(R, 0, 2, (item(R, 1).key,))
+    assert scenario.tell(missing) == [send(4, 1), prefill(attempt=3, coming=True)]
 
 
 # Embeddings that are missing ----------------------------------------------------------------------
 
 
-def test_an_embedding_that_is_missing_has_the_items_encoded_again() -> None:
+def test_an_embedding_that_is_missing_is_sent_again_by_the_encoder_that_has_it() -> None:
     scenario = Scenario()
     scenario.start(num_items=2)
     scenario.tell(ev.EncodeFinished(B1), ev.EncodeFinished(B2))
-    missing = ev.EmbeddingMissing(R, 0, 0)
-    assert scenario.tell(missing) == [encode(3, E0, 0), encode(4, E0, 1)]
+    assert scenario.tell(missing(0, 0, 1)) == [send(3, 1), prefill(attempt=1, coming=True)]
     assert scenario.tell(ev.EncodeFinished(B3)) == []
-    assert scenario.tell(ev.EncodeFinished(B4)) == [prefill(attempt=1, media=True)]
 
 
-def test_all_legs_wait_for_the_embedding_that_one_of_them_missed() -> None:
+def test_an_embedding_that_is_missing_and_that_no_encoder_has_is_encoded_again() -> None:
     scenario = Scenario()
-    scenario.start(num_items=1, num_choices=4)
-    scenario.tell(ev.EncodeFinished(B1))
-    scenario.tell(ev.EmbeddingMissing(R, 0, 0))
-    assert scenario.tell(ev.EmbeddingMissing(R, 1, 0)) == []
-    assert scenario.tell(ev.PrefillFailed(R, 2, 0, retryable=True)) == []
-    assert scenario.tell(ev.PrefillFinished(R, 3, 0)) == [ev.StartDecode(R, 3, 0, D0)]
-    assert scenario.tell(ev.EncodeFinished(B2)) == [
-        prefill(leg=leg, attempt=1, media=leg > 0) for leg in range(3)
+    scenario.start(num_items=2)
+    scenario.tell(ev.EncodeFinished(B1), ev.EncodeFinished(B2))
+    evicted = ev.Evicted(E0, (item(R, 0).key, "another"))
+    assert scenario.tell(missing(0, 0, 0), evicted) == [
+        encode(3, E0, 0),
+        prefill(attempt=1, coming=True),
     ]
 
 
-def test_a_leg_queued_when_another_misses_an_embedding_waits_for_it_too() -> None:
-    scenario = Scenario()
-    scenario.start(num_items=1, num_choices=2)
-    scenario.tell(ev.EncodeFinished(B1))
-    actions = scenario.tell(ev.EmbeddingMissing(R, 0, 0), ev.PrefillFailed(R, 1, 0, retryable=True))
-    assert actions == [encode(2, E0, 0)]
-    assert scenario.tell(ev.EncodeFinished(B2)) == [
-        prefill(leg=leg, attempt=1, media=True) for leg in range(2)
-    ]
+def test_an_embedding_that_is_evicted_before_it_is_needed_is_sent_again() -> None:
+    scenario = Scenario(E0, P0, D0, D1)
+    scenario.start_decode(num_items=1)
+    scenario.tell(ev.Evicted(P0, (item(R, 0).key,)))
+    failure = ev.DecodeFailed(R, 0, 0, retryable=True)
+    assert scenario.tell(failure) == [send(2, 0), prefill(attempt=1, coming=True)]
 
 
-def test_an_embedding_that_stays_missing_fails_the_request() -> None:
+def test_prefills_started_before_a_miss_was_known_of_cost_one_retry() -> None:
     scenario = Scenario(limits=Limits(max_retries=1))
-    scenario.start(num_items=1)
+    scenario.start(num_items=1, num_choices=3)
     scenario.tell(ev.EncodeFinished(B1))
-    scenario.tell(ev.EmbeddingMissing(R, 0, 0))
-    scenario.tell(ev.EncodeFinished(B2))
-    assert scenario.tell(ev.EmbeddingMissing(R, 0, 1)) == failed(Reason.ENCODE_FAILED)
+    assert scenario.tell(missing(0)) == [send(2, 0), prefill(attempt=1, coming=True)]
+    assert scenario.tell(ev.EncodeFinished(B2)) == []
+    assert scenario.tell(missing(1)) == [send(3, 0), prefill(leg=1, attempt=1, coming=True)]
+    assert scenario.tell(ev.EncodeFinished(B3)) == []
+    assert scenario.tell(missing(0, attempt=1)) == failed(Reason.ENCODE_FAILED)
 
 
-def test_text_that_misses_an_embedding_fails_rather_than_wait_for_it() -> None:
-    scenario = Scenario()
+def test_text_that_misses_an_embedding_is_tried_again_as_often_as_it_may_be() -> None:
+    scenario = Scenario(limits=Limits(max_retries=1))
     scenario.start()
-    assert scenario.tell(ev.EmbeddingMissing(R, 0, 0)) == failed(Reason.ENCODE_FAILED)
+    assert scenario.tell(ev.EmbeddingMissing(R, 0, 0, ())) == [prefill(attempt=1)]
+    assert scenario.tell(ev.EmbeddingMissing(R, 0, 1, ())) == failed(Reason.ENCODE_FAILED)
+
+
+# Encode fails while prefills wait -----------------------------------------------------------------
+
+
+def test_prefills_wait_on_while_an_item_is_encoded_again() -> None:
+    scenario = Scenario()
+    scenario.start(num_items=1)
+    lost = scenario.tell(ev.WorkerLost(E0))
+    assert (lost, scenario.backlog()) == ([], {P0: 100, D0: 0})
+    assert scenario.tell(joined(E1)) == [encode(2, E1, 0)]
+    assert scenario.tell(ev.EncodeFinished(B2)) == []
+    assert scenario.tell(ev.PrefillFinished(R, 0, 0)) == [ev.StartDecode(R, 0, 0, D0)]
+
+
+def test_legs_that_fail_while_an_item_is_encoded_again_start_with_it() -> None:
+    scenario = Scenario(limits=Limits(max_retries=9))
+    scenario.start(num_items=1, num_choices=3)
+    scenario.tell(ev.WorkerLost(E0))
+    assert scenario.tell(missing(0)) == []
+    assert scenario.tell(ev.PrefillFailed(R, 1, 0, retryable=True)) == []
+    assert scenario.tell(joined(E1)) == [
+        encode(2, E1, 0),
+        prefill(leg=0, attempt=1, coming=True),
+        prefill(leg=1, attempt=1, coming=True),
+    ]
+
+
+def test_an_answer_that_needs_no_embedding_after_all_completes_the_request() -> None:
+    scenario = Scenario()
+    scenario.start(num_items=1)
+    scenario.tell(ev.WorkerLost(E0))
+    assert scenario.tell(ev.PrefillFinished(R, 0, 0, final=True)) == [ev.Complete(R)]
+    assert scenario.core.queue_lengths() == {Stage.ENCODE: 0, Stage.PREFILL: 0}
 
 
 # Lost workers -------------------------------------------------------------------------------------
@@ -302,19 +353,25 @@ def test_prefills_of_a_lost_worker_go_to_another() -> None:
     assert scenario.tell(ev.WorkerLost(P0)) == [prefill(P1, attempt=1)]
 
 
-def test_embeddings_sent_to_a_lost_worker_are_missed_and_encoded_again() -> None:
+@pytest.mark.parametrize("what", [ev.WorkerLost(P0), joined(P0)], ids=["lost", "rejoined"])
+def test_embeddings_under_way_to_a_lost_worker_are_sent_on_when_they_are_there(
+    what: ev.Event,
+) -> None:
     scenario = Scenario(E0, P0, P1, D0)
     scenario.start(num_items=1)
-    assert scenario.tell(ev.WorkerLost(P0)) == []
-    assert scenario.tell(ev.EncodeFinished(B1)) == [prefill(P1)]
-    assert scenario.tell(ev.EmbeddingMissing(R, 0, 0)) == [encode(2, E0, 0, to=P1)]
+    assert scenario.tell(what) == []
+    assert scenario.tell(ev.EncodeFinished(B1)) == [
+        send(2, 0, to=P1),
+        prefill(P1, attempt=1, coming=True),
+    ]
 
 
-def test_embeddings_are_not_thought_to_be_at_a_worker_that_joined_again() -> None:
-    scenario = Scenario(E0, P0, P1, D0)
-    scenario.start(num_items=1)
-    assert scenario.tell(joined(P0)) == []
-    assert scenario.tell(ev.EncodeFinished(B1)) == [prefill(P1)]
+def test_a_lost_engine_has_no_embeddings_any_more() -> None:
+    scenario = Scenario()
+    scenario.start_decode(num_items=1)
+    scenario.tell(joined(E0), joined(P0))
+    failure = ev.DecodeFailed(R, 0, 0, retryable=True)
+    assert scenario.tell(failure) == [encode(2, E0, 0), prefill(attempt=1, coming=True)]
 
 
 def test_legs_of_a_lost_decoder_begin_again_and_cost_one_retry() -> None:
@@ -379,7 +436,7 @@ def test_items_wait_for_a_place_to_go_to() -> None:
     scenario.receive(num_items=1)
     scenario.tell(ev.WorkerLost(P0))
     assert scenario.prepare(num_items=1) == []
-    assert scenario.tell(joined(P1)) == [encode(1, E0, 0, to=P1)]
+    assert scenario.tell(joined(P1)) == [encode(1, E0, 0, to=P1), prefill(P1, coming=True)]
 
 
 def test_a_prefill_waits_for_a_decoder_to_pull_its_kv_cache() -> None:
@@ -431,6 +488,15 @@ def test_a_request_with_several_waiting_parts_fails_once() -> None:
     scenario.start(num_items=3)
     scenario.tell(ev.WorkerLost(E0), ev.WorkerLost(P0))
     assert scenario.wait(100) == failed(Reason.NO_WORKER)
+
+
+def test_who_turns_out_to_need_an_engine_that_is_missing_for_too_long_fails_at_once() -> None:
+    scenario = Scenario()
+    scenario.start_decode(num_items=1)
+    scenario.tell(ev.WorkerLost(E0), ev.Evicted(P0, (item(R, 0).key,)))
+    scenario.now_ns = 100
+    failure = ev.DecodeFailed(R, 0, 0, retryable=True)
+    assert scenario.tell(failure) == failed(Reason.NO_WORKER)
 
 
 def test_requests_that_do_not_need_the_starved_stage_go_on() -> None:
@@ -503,7 +569,7 @@ def test_a_client_may_cancel_in_the_instant_of_its_request() -> None:
         ev.EncodeFailed(B2, retryable=False),
         ev.PrefillFinished(R, 0, 1),
         ev.PrefillFailed(R, 0, 0, retryable=False),
-        ev.EmbeddingMissing(R, 0, 0),
+        ev.EmbeddingMissing(R, 0, 0, ()),
         ev.FirstToken(R, 0, 0),
         ev.DecodeFinished(R, 0, 0),
         ev.DecodeFailed(R, 0, 0, retryable=False),

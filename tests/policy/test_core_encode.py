@@ -31,10 +31,12 @@ from .scenario import (
     for_good,
     joined,
     picture,
+    prefills,
     sent,
     shape_of,
     slow_scenario,
     start_encode,
+    start_prefill,
 )
 
 
@@ -150,9 +152,10 @@ def test_one_who_shares_an_item_that_is_being_encoded_passes_with_it() -> None:
 def test_who_has_its_embeddings_by_others_waits_for_credit_all_the_same() -> None:
     full = one_slot()
     full.ask("r", "cat")
-    full.ask("s", "cat")
-    assert prefills(full.tell(finished(1))) == ["r"]
-    assert prefills(full.tell(ended("r"))) == ["s"]
+    full.tell(finished(1))
+    assert full.ask("s", "cat") == []
+    assert full.core.queue_lengths() == {Stage.ENCODE: 0, Stage.PREFILL: 1}
+    assert full.tell(ended("r")) == [ev.Complete(R), start_prefill(S, num_held=1)]
 
 
 def test_a_request_with_more_choices_than_slots_passes_where_nothing_is_downstream() -> None:
@@ -162,11 +165,11 @@ def test_a_request_with_more_choices_than_slots_passes_where_nothing_is_downstre
 
 def start_text(scenario: Scenario, name: str) -> list[RequestId]:
     """The requests whose prefill starts by this one."""
-    return prefills(scenario.start(RequestId(name)))
+    return prefilled(scenario.start(RequestId(name)))
 
 
-def prefills(actions: Sequence[ev.Action]) -> list[RequestId]:
-    return [action.request_id for action in actions if isinstance(action, ev.StartPrefill)]
+def prefilled(actions: Sequence[ev.Action]) -> list[RequestId]:
+    return [action.request_id for action in prefills(actions)]
 
 
 def ended(name: str) -> ev.PrefillFinished:
@@ -180,9 +183,9 @@ def test_text_and_pictures_wait_for_a_slot_in_the_order_they_came() -> None:
     assert full.ask("r", "a") == []
     assert start_text(full, "t1") == []
     actions = full.tell(ended("t0"))
-    assert (sent(actions), prefills(actions)) == ([(E0, "a", "encoder idle")], [])
+    assert (sent(actions), prefilled(actions)) == ([(E0, "a", "encoder idle")], ["r"])
     assert full.core.queue_lengths() == {Stage.ENCODE: 0, Stage.PREFILL: 1}
-    assert prefills(full.tell(ev.ClientCancelled(R))) == ["t1"]
+    assert prefilled(full.tell(ev.ClientCancelled(R))) == ["t1"]
 
 
 def test_pictures_are_not_starved_by_a_stream_of_text() -> None:
@@ -203,7 +206,7 @@ def test_text_is_not_starved_by_a_stream_of_pictures() -> None:
     assert start_text(full, "t") == []
     full.ask("s", "b")
     full.tell(finished(1))
-    assert prefills(full.tell(ended("r"))) == ["t"]
+    assert prefilled(full.tell(ended("r"))) == ["t"]
 
 
 def test_text_does_not_wait_behind_pictures_for_an_encoder() -> None:
@@ -249,13 +252,13 @@ def test_a_wait_for_prefill_that_is_lost_does_not_keep_the_driver_awake() -> Non
 # Sharing ------------------------------------------------------------------------------------------
 
 
-def test_an_embedding_that_an_open_request_has_is_not_made_again() -> None:
+def test_an_embedding_that_is_there_is_not_made_again() -> None:
     shared = slow_scenario()
     shared.ask("r", "cat")
-    shared.tell(finished(1))
+    shared.tell(finished(1), ev.ClientCancelled(R))
     shared.receive(S, num_items=1)
     prepared = ev.Prepared(S, shape_of(picture("cat")))
-    assert shared.tell(prepared) == [ev.StartPrefill(S, 0, 0, P0, "least backlog")]
+    assert shared.tell(prepared) == [start_prefill(S, num_held=1)]
     assert shared.ask("t", "cat", "dog") == [(E0, "dog", "encoder idle")]
 
 
@@ -263,25 +266,20 @@ def test_an_item_that_two_want_is_encoded_once_for_both() -> None:
     shared = slow_scenario(when="fixed")
     shared.ask("r", "cat")
     shared.ask("s", "dog", "cat")
-    (batch,) = batches(shared.wait(NS_PER_S))
+    batch, *started = shared.wait(NS_PER_S)
+    assert isinstance(batch, ev.StartEncode)
     assert batch.items == (
         ev.EncodeItem(picture("cat"), (ev.Waiter(R, 0, P0), ev.Waiter(S, 1, P0))),
         ev.EncodeItem(picture("dog"), (ev.Waiter(S, 0, P0),)),
     )
-    assert shared.tell(finished(1)) == [
-        ev.StartPrefill(R, 0, 0, P0, "holds its embeddings"),
-        ev.StartPrefill(S, 0, 0, P0, "holds its embeddings"),
-    ]
+    assert started == [start_prefill(R, coming=True), start_prefill(S, coming=True)]
 
 
 def test_one_who_comes_later_waits_for_the_item_that_is_being_encoded() -> None:
     shared = slow_scenario()
     shared.ask("r", "cat")
     assert shared.ask("s", "cat") == []
-    assert shared.tell(finished(1)) == [
-        ev.StartPrefill(R, 0, 0, P0, "holds its embeddings"),
-        ev.StartPrefill(S, 0, 0, P0, "least backlog"),
-    ]
+    assert shared.tell(finished(1)) == [start_prefill(S, num_held=1)]
 
 
 def test_a_shared_batch_goes_on_for_the_request_that_is_left(pairs: Scenario) -> None:
@@ -289,7 +287,8 @@ def test_a_shared_batch_goes_on_for_the_request_that_is_left(pairs: Scenario) ->
     pairs.start(S, num_items=1)
     assert pairs.tell(ev.ClientCancelled(R)) == [ev.Cancel(R)]
     assert pairs.backlog()[E0] == 60
-    assert pairs.tell(finished(1)) == [ev.StartPrefill(S, 0, 0, P0, "holds its embeddings")]
+    assert pairs.tell(finished(1)) == []
+    assert pairs.tell(ended("s")) == [ev.Complete(S)]
 
 
 def test_a_batch_of_ended_requests_is_off_its_encoder(pairs: Scenario) -> None:

@@ -15,15 +15,16 @@ from easerve.policy.admission import Admission
 from easerve.policy.batching import HARD_TIMEOUT_NS, RULES
 from easerve.policy.core import Core, Limits
 from easerve.policy.knobs import Knobs, Order
+from easerve.policy.share import RULES as SIDES
 from easerve.types import NS_PER_S, BatchId, MediaItem, Modality, Reason, RequestId, WorkerId
 
 from .invariants import Checked
 from .model import Handle, keys_of
-from .scenario import D0, D1, DEFAULTS, E0, E1, P0, P1, joined, picture, shape_of
+from .scenario import D0, D1, DEFAULTS, E0, E1, L0, L1, P0, P1, joined, picture, shape_of
 
 MS = NS_PER_S // 1000
 ADMISSION = Admission(max_requests=8, max_bytes=32)
-WORKERS = [E0, E1, P0, P1, D0, D1]
+WORKERS = [E0, E1, P0, P1, L0, L1, D0, D1]
 FAILURES = {"failed": True, "failed for good": False}
 """Outcome -> whether it may be tried again."""
 OUTCOMES = st.sampled_from(["done", "done", "done", "first token", "missing", *FAILURES])
@@ -33,6 +34,8 @@ ITEMS = {
     "i": MediaItem("i", Modality.AUDIO, 30),
 }
 KEYS = st.sampled_from(sorted(ITEMS))
+MISSING = st.none() | st.lists(KEYS, max_size=3)
+"""The keys that a prefill misses; None: all of its items."""
 SIZES = st.fixed_dictionaries(
     {
         "num_slots": st.sampled_from([256, 2, 1]),
@@ -55,6 +58,11 @@ KNOBS = st.fixed_dictionaries(
         "flow": st.booleans(),
         "prefill_ahead_s": st.sampled_from([1.0, 0.02, 0.001]),
         "max_queue_s": st.sampled_from([30.0, 30.0, 30.0, 0.02]),
+        "where": st.sampled_from(list(SIDES)),
+        "remote_share": st.sampled_from([0.5, 0.3, 0.75, 0.0, 1.0]),
+        "band_kappa": st.sampled_from([0.5, 2.0]),
+        "share_trim": st.booleans(),
+        "spill_guard_s": st.sampled_from([None, None, 0.1, 0.0]),
     }
 ).map(lambda knobs: replace(DEFAULTS, **knobs))
 
@@ -96,6 +104,11 @@ class Driver(RuleBasedStateMachine):
     def worker_is_lost(self, worker_id: WorkerId, hold: bool) -> None:
         self.post(ev.WorkerLost(worker_id), hold)
 
+    @precondition(lambda self: any(self.model.directory.values()))
+    @rule(worker_id=st.sampled_from(WORKERS), keys=st.sets(KEYS, min_size=1), hold=st.booleans())
+    def engine_evicts(self, worker_id: WorkerId, keys: set[str], hold: bool) -> None:
+        self.post(ev.Evicted(worker_id, tuple(sorted(keys))), hold)
+
     @precondition(lambda self: self.model.requests)
     @rule(knobs=KNOBS, hold=st.booleans())
     def knobs_are_changed(self, knobs: Knobs, hold: bool) -> None:
@@ -121,7 +134,7 @@ class Driver(RuleBasedStateMachine):
 
     @rule(burst=st.lists(st.lists(KEYS, min_size=1, max_size=3), min_size=2, max_size=5))
     def burst_arrives(self, burst: list[list[str]]) -> None:
-        request_ids = [self.receive(keys) for keys in burst]
+        request_ids = [self.receive(keys, num_choices=len(keys)) for keys in burst]
         self.step()
         for request_id in sorted(self.model.to_prepare.intersection(request_ids)):
             self.answer_preparation(request_id, "done")
@@ -139,11 +152,13 @@ class Driver(RuleBasedStateMachine):
         self.answer_batch(data.draw(st.sampled_from(sorted(self.model.batches))), outcome, hold)
 
     @precondition(lambda self: self.model.legs)
-    @rule(data=st.data(), outcome=OUTCOMES, hold=st.booleans())
-    def leg_gets_on(self, data: st.DataObject, outcome: str, hold: bool) -> None:
+    @rule(data=st.data(), outcome=OUTCOMES, missing=MISSING, hold=st.booleans())
+    def leg_gets_on(
+        self, data: st.DataObject, outcome: str, missing: list[str] | None, hold: bool
+    ) -> None:
         handle = data.draw(st.sampled_from(sorted(self.model.legs)))
         prefills = isinstance(self.model.legs[handle], ev.StartPrefill)
-        self.answer_leg(handle, prefills, outcome, hold)
+        self.answer_leg(handle, prefills, outcome, hold, missing)
 
     @precondition(lambda self: len(self.model.requests) >= 2)
     @rule(data=st.data(), hold=st.booleans())
@@ -195,7 +210,8 @@ class Driver(RuleBasedStateMachine):
         for batch_id in self.model.batches:
             self.answer_batch(batch_id, next(outcome))
         for handle, work in self.model.legs.items():
-            self.answer_leg(handle, isinstance(work, ev.StartPrefill), next(outcome))
+            if handle not in self.model.waiting:
+                self.answer_leg(handle, isinstance(work, ev.StartPrefill), next(outcome))
         self.step()
 
     @precondition(lambda self: len(self.model.requests) >= 6)
@@ -243,7 +259,9 @@ class Driver(RuleBasedStateMachine):
         return request_id
 
     def prepared(self, request_id: RequestId) -> ev.Prepared:
-        return ev.Prepared(request_id, shape_of(*self.items[request_id]))
+        shape = shape_of(*self.items[request_id])
+        num_tokens = shape.num_prompt_tokens + 50 * len(shape.items)
+        return ev.Prepared(request_id, replace(shape, num_prompt_tokens=num_tokens))
 
     def answer_preparation(self, request_id: RequestId, outcome: str, hold: bool = True) -> None:
         self.model.to_prepare.remove(request_id)
@@ -253,20 +271,33 @@ class Driver(RuleBasedStateMachine):
             self.post(self.prepared(request_id), hold)
 
     def answer_batch(self, batch_id: BatchId, outcome: str, hold: bool = True) -> None:
-        """It fails for good where an item is poisoned, and only there."""
-        poisoned = keys_of(self.model.all_batches[batch_id]) & self.poisoned
-        if outcome == "failed" or (outcome in FAILURES and not poisoned):
+        """It is encoded unless an item is poisoned; then that fails for good, and only then."""
+        batch = self.model.all_batches[batch_id]
+        poisoned = keys_of(batch) & self.poisoned
+        if outcome in FAILURES and not batch.forward:
+            self.post(ev.EncodeFailed(batch_id, FAILURES[outcome]), hold)
+        elif outcome == "failed" or (outcome in FAILURES and not poisoned):
             self.post(ev.EncodeFailed(batch_id, retryable=True), hold)
         elif poisoned:
             self.post(ev.EncodeFailed(batch_id, retryable=False), hold)
         else:
             self.post(ev.EncodeFinished(batch_id), hold)
 
-    def answer_leg(self, handle: Handle, prefills: bool, outcome: str, hold: bool = True) -> None:
+    def answer_leg(
+        self,
+        handle: Handle,
+        prefills: bool,
+        outcome: str,
+        hold: bool = True,
+        missing: list[str] | None = None,
+    ) -> None:
+        own = [item.key for item in self.items[handle[0]]]
+        if prefills and self.poisoned.intersection(own) and outcome not in FAILURES:
+            outcome = "missing"  # what cannot be encoded never comes
         event: ev.Event
         match outcome, prefills:
             case "done", True:
-                event = ev.PrefillFinished(*handle)
+                event = ev.PrefillFinished(*handle, wait_s=0.02 * handle[1])
             case "done", False:
                 event = ev.DecodeFinished(*handle, decode_s=0.4, tpot_s=0.02)
             case "first token", True:
@@ -274,7 +305,7 @@ class Driver(RuleBasedStateMachine):
             case "first token", False:
                 event = ev.FirstToken(*handle)
             case "missing", _:
-                event = ev.EmbeddingMissing(*handle)
+                event = ev.EmbeddingMissing(*handle, tuple(own if missing is None else missing))
             case _, True:
                 event = ev.PrefillFailed(*handle, FAILURES[outcome])
             case _:
@@ -315,5 +346,5 @@ class Driver(RuleBasedStateMachine):
 
 TestDriver = Driver.TestCase
 TestDriver.settings = settings(
-    deadline=None, derandomize=True, max_examples=80, stateful_step_count=60
+    deadline=None, derandomize=True, max_examples=120, stateful_step_count=60
 )

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from easerve.policy.encoding import Admits, Batch, Candidate, Encoding, Entry, requests_of
 from easerve.policy.knobs import Knobs, Order
 from easerve.policy.state import Request
-from easerve.types import BatchId, MediaItem, Modality
+from easerve.types import BatchId, MediaItem, Modality, WorkerId
 
-from .scenario import B1, B2, DEFAULTS, E0, E1, picture, request
+from .scenario import B1, B2, DEFAULTS, E0, E1, P0, P1, picture, request
 
 EDF = replace(DEFAULTS, order=Order.DEADLINE)
 BY_SIZE = replace(DEFAULTS, group_by_size=True)
@@ -29,8 +29,13 @@ def encoding_of(*requests: Request, knobs: Knobs = DEFAULTS) -> Encoding:
     """Each request a nanosecond after the one before."""
     encoding = Encoding(knobs)
     for now_ns, each in enumerate(requests):
-        encoding.add(each, now_ns)
+        add(encoding, each, now_ns)
     return encoding
+
+
+def add(encoding: Encoding, request: Request, now_ns: int) -> list[bool]:
+    """It wants all of its items; those that are new."""
+    return [encoding.want(request, index, now_ns) for index in range(len(request.items))]
 
 
 def offers(
@@ -49,12 +54,18 @@ def offered(
     return [keys(each.entries) for each in offers(encoding, max_items, max_tokens, admits)]
 
 
-def start(encoding: Encoding, max_items: int = MANY) -> tuple[BatchId, Batch]:
-    return encoding.start(offers(encoding, max_items)[0].entries, E0)
+def start(
+    encoding: Encoding, max_items: int = MANY, encoder_id: WorkerId = E0, max_tokens: int = MANY
+) -> tuple[BatchId, Batch]:
+    """The first that could go, for ``P0`` unless drawn already."""
+    entries = offers(encoding, max_items, max_tokens)[0].entries
+    for each in requests_of(entries):
+        each.destination = each.destination or P0
+    return encoding.start(entries, encoder_id)
 
 
 def finish(encoding: Encoding, batch_id: BatchId) -> list[str]:
-    """The requests that have all of their embeddings by this batch."""
+    """The requests that nothing holds back any more by this batch."""
     batch = encoding.take(batch_id)
     assert batch is not None
     return [each.request_id for each in encoding.finished(batch)]
@@ -70,82 +81,76 @@ def is_idle(encoding: Encoding) -> bool:
     return not (encoding._entries or encoding._queues or encoding._batches)
 
 
-def is_empty(encoding: Encoding) -> bool:
-    return is_idle(encoding) and not encoding._holders
-
-
 # Items that are shared ----------------------------------------------------------------------------
 
 
 def test_an_item_that_waits_is_encoded_once_for_all_who_want_it() -> None:
-    encoding = encoding_of(request("r", "cat", "dog"), request("s", "cat"))
+    first, second = request("r", "cat", "dog"), request("s", "cat")
+    encoding = encoding_of(first, second)
+    assert (first.pending, second.pending) == ({0, 1}, {0})
     assert encoding.num_queued == 2
     assert offered(encoding) == ["cat dog"]
     batch_id, batch = start(encoding)
     assert [len(entry.waiters) for entry in batch.entries] == [2, 1]
-    assert finish(encoding, batch_id) == ["r", "s"]
+    assert (first.pending, second.pending) == (set(), set()), "it is on its way"
+    assert finish(encoding, batch_id) == []
     assert is_idle(encoding)
 
 
-def test_an_item_that_is_being_encoded_is_waited_for() -> None:
+def test_only_an_item_that_nobody_wants_yet_is_new() -> None:
+    encoding = encoding_of(first := request("r", "cat"))
+    assert add(encoding, request("s", "cat", "dog", "dog"), 1) == [False, True, False]
+    assert add(encoding, first, 2) == [False]
+    assert [len(entry.waiters) for entry in offers(encoding)[0].entries] == [2, 2]
+
+
+def test_an_item_that_is_under_way_to_elsewhere_is_waited_for() -> None:
     encoding = encoding_of(request("r", "cat"))
     start(encoding)
-    encoding.add(request("s", "cat", "dog"), 1)
+    add(encoding, later := request("s", "cat", "dog"), 1)
     assert offered(encoding) == ["dog"]
+    later.destination = P1
     start(encoding)
-    assert finish(encoding, B1) == ["r"]
-    assert finish(encoding, B2) == ["s"]
+    assert later.pending == {0}
+    assert finish(encoding, B1) == ["s"]
+    assert finish(encoding, B2) == []
+
+
+def test_an_item_that_is_under_way_to_the_same_place_holds_nobody_back() -> None:
+    encoding = encoding_of(first := request("r", "cat"))
+    start(encoding)
+    later = request("s", "cat")
+    later.destination = P0
+    add(encoding, later, 1)
+    assert later.pending == set()
+    assert encoding.is_coming(later, P0)
+    assert not encoding.is_coming(later, P1)
+    encoding.drop(first)
+    fail(encoding, B1)
+    assert later.pending == {0}, "it is waited for all the same"
+    assert not encoding.is_coming(later, P0)
 
 
 def test_a_request_may_want_an_item_twice() -> None:
     encoding = encoding_of(twice := request("r", "cat", "cat"))
     assert (encoding.num_queued, twice.pending) == (1, {0, 1})
     start(encoding)
-    assert finish(encoding, B1) == ["r"]
     assert twice.pending == set()
-
-
-def test_an_item_is_not_encoded_while_an_open_request_has_its_embedding() -> None:
-    first, second, third = (request(name, "cat") for name in "rst")
-    encoding = encoding_of(first)
-    start(encoding)
     finish(encoding, B1)
-    encoding.add(second, 1)
-    assert second.pending == set()
-    encoding.drop(first)
-    encoding.add(third, 2)
-    assert third.pending == set(), "the second still has it"
-    encoding.drop(second)
-    encoding.drop(third)
-    assert is_empty(encoding)
-    encoding.add(request("u", "cat", "dog"), 3)
-    assert offered(encoding) == ["cat dog"]
+    assert is_idle(encoding)
 
 
-def test_of_an_item_that_another_has_only_the_rest_of_a_request_waits() -> None:
-    encoding = encoding_of(request("r", "cat"))
-    start(encoding)
-    finish(encoding, B1)
-    encoding.add(later := request("s", "cat", "dog", "cat"), 1)
-    assert later.pending == {1}
-    start(encoding)
-    assert finish(encoding, B2) == ["s"]
-
-
-def test_an_embedding_that_is_lost_is_trusted_with_nobody() -> None:
-    first, second, third = (request(name, "cat") for name in "rst")
-    encoding = encoding_of(first)
-    start(encoding)
-    finish(encoding, B1)
-    encoding.add(second, 1)
-    encoding.add(first, 2, again=True)
-    encoding.add(third, 3)
-    assert offered(encoding) == ["cat"]
-    start(encoding)
-    assert finish(encoding, B2) == ["r", "t"]
-    for each in (first, second, third):
-        encoding.drop(each)
-    assert is_empty(encoding)
+def test_what_an_encoder_has_is_sent_without_the_queue() -> None:
+    encoding, asks = encoding_of(), request("r", "cat", "dog", "cat", "owl")
+    asks.destination = P0
+    batch_id, batch = encoding.send(asks, [0, 1, 2], E0, 1)
+    assert (keys(batch.entries), batch.forward, encoding.num_queued) == ("cat dog", False, 0)
+    assert (asks.sent, asks.pending) == ({0, 1, 2}, set())
+    assert encoding.has("cat")
+    assert not encoding.has("owl")
+    fail(encoding, batch_id)
+    assert offered(encoding) == ["cat", "dog"]
+    assert asks.pending == {0, 1, 2}
 
 
 def test_everybody_who_waits_is_named_as_often_as_they_do() -> None:
@@ -165,7 +170,7 @@ def test_a_queued_item_goes_with_the_last_who_waits_for_it() -> None:
     assert encoding.drop(first) == []
     assert offered(encoding) == ["cat"]
     assert encoding.drop(second) == []
-    assert is_empty(encoding)
+    assert is_idle(encoding)
 
 
 def test_a_batch_that_nobody_waits_for_is_forgotten() -> None:
@@ -173,7 +178,7 @@ def test_a_batch_that_nobody_waits_for_is_forgotten() -> None:
     encoding = encoding_of(only)
     batch_id, batch = start(encoding)
     assert encoding.drop(only) == [(batch_id, batch)]
-    assert is_empty(encoding)
+    assert is_idle(encoding)
     assert encoding.take(batch_id) is None
 
 
@@ -182,9 +187,9 @@ def test_a_batch_goes_on_for_those_who_still_wait() -> None:
     encoding = encoding_of(leaves, stays)
     start(encoding)
     assert encoding.drop(leaves) == []
-    encoding.add(request("t", "cat"), 1)
+    add(encoding, request("t", "cat"), 1)
     assert offered(encoding) == [], "it is still being encoded"
-    assert finish(encoding, B1) == ["t", "s"]
+    assert finish(encoding, B1) == ["t"]
     assert is_idle(encoding)
 
 
@@ -196,7 +201,7 @@ def test_what_nobody_waits_for_is_not_encoded_again() -> None:
     fail(encoding, B1)
     assert offered(encoding) == ["dog"]
     encoding.drop(stays)
-    assert is_empty(encoding)
+    assert is_idle(encoding)
 
 
 def test_a_request_that_fails_with_its_batch_leaves_nothing() -> None:
@@ -213,7 +218,7 @@ def test_a_request_that_fails_with_its_batch_leaves_nothing() -> None:
 def test_the_batches_of_a_lost_encoder_are_forgotten() -> None:
     encoding = encoding_of(request("r", "cat", "dog"))
     for worker_id in (E0, E1):
-        encoding.start(offers(encoding, max_items=1)[0].entries, worker_id)
+        start(encoding, 1, worker_id)
     assert [keys(batch.entries) for batch in encoding.lost(E0)] == ["cat"]
     assert encoding.lost(E0) == []
     assert encoding.take(B2) is not None
@@ -255,7 +260,7 @@ def test_an_item_is_as_urgent_as_the_most_urgent_who_waits_for_it() -> None:
     ]
     urgent = request("t", "b", received_ns=1)
     encoding = encoding_of(*others, knobs=EDF)
-    encoding.add(urgent, 9)
+    add(encoding, urgent, 9)
     assert offered(encoding) == ["b a c"]
     encoding.drop(urgent)
     assert offered(encoding) == ["a b c"]
@@ -296,7 +301,7 @@ def test_no_item_is_overtaken_by_one_of_its_kind_nor_the_first_by_any(
         assert first.entries[0].item.key == left[0]
         gone += [entry.item for entry in first.entries]
         left = [key for key in left if key not in {entry.item.key for entry in first.entries}]
-        encoding.start(first.entries, E0)
+        start(encoding, max_items, max_tokens=max_tokens)
     for kind in KINDS:
         of_kind = [item.key for item in gone if replace(item, key="") == kind]
         assert of_kind == sorted(of_kind)
@@ -373,7 +378,8 @@ def test_a_batch_that_failed_is_halved_until_the_item_at_fault_is_alone() -> Non
         batch_id, batch = start(encoding)
         tried.append(keys(batch.entries))
         if "5" not in tried[-1]:
-            good += finish(encoding, batch_id)
+            good += tried[-1].split()
+            finish(encoding, batch_id)
         elif len(batch.entries) > 1:
             fail(encoding, batch_id)
         else:
@@ -387,7 +393,7 @@ def test_a_batch_that_failed_is_halved_until_the_item_at_fault_is_alone() -> Non
 def test_suspects_get_no_company_and_wait_for_none() -> None:
     encoding = encoding_of(request("r", "a", "b", "c"))
     start(encoding)
-    encoding.add(request("s", "d"), 1)
+    add(encoding, request("s", "d"), 1)
     fail(encoding, B1)
     assert offered(encoding) == ["a b", "c", "d"]
     assert [each.full for each in offers(encoding)] == [True, True, False]
@@ -416,14 +422,14 @@ def test_nothing_is_put_back_for_nobody() -> None:
     assert batch is not None
     encoding.drop(only)
     encoding.put_back(batch, 2)
-    assert is_empty(encoding)
+    assert is_idle(encoding)
 
 
 def test_one_who_joins_a_suspect_waits_with_it() -> None:
     encoding = encoding_of(request("r", "a", "b"))
     start(encoding)
     fail(encoding, B1)
-    encoding.add(request("s", "b"), 1)
+    add(encoding, request("s", "b"), 1)
     assert offered(encoding) == ["a", "b"]
 
 

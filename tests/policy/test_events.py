@@ -21,6 +21,7 @@ def test_every_kind_of_event_has_its_rank() -> None:
         ev.FirstToken(R, 0, 0),
         ev.DecodeFinished(R, 0, 0),
         ev.EncodeFinished(B1),
+        ev.Evicted(P0, ("cat",)),
         ev.WorkerJoined(P0, Stage.PREFILL),
         ev.WorkerLost(P0),
         ev.KnobsChanged(NONE),
@@ -28,7 +29,7 @@ def test_every_kind_of_event_has_its_rank() -> None:
         ev.DecodeFailed(R, 0, 0, retryable=True),
         ev.PrefillFinished(R, 0, 0),
         ev.PrefillFailed(R, 0, 0, retryable=True),
-        ev.EmbeddingMissing(R, 0, 0),
+        ev.EmbeddingMissing(R, 0, 0, ()),
         ev.EncodeFailed(B1, retryable=True),
         ev.Prepared(R, shape(R, 1)),
         ev.PrepareFailed(R),
@@ -43,6 +44,11 @@ def test_every_kind_of_event_has_its_rank() -> None:
 def test_what_was_done_counts_before_the_loss_of_who_did_it() -> None:
     done = ev.DecodeFinished(R, 0, 0)
     assert order(ev.WorkerLost(P0), done, ev.FirstToken(R, 0, 0))[-1] == ev.WorkerLost(P0)
+
+
+def test_what_an_engine_evicts_it_has_had() -> None:
+    finished, evicted = ev.EncodeFinished(B1), ev.Evicted(P0, ("cat",))
+    assert order(evicted, finished) == [finished, evicted]
 
 
 def test_a_cancellation_comes_after_the_request_it_is_about() -> None:
@@ -70,6 +76,8 @@ def test_batches_go_by_number() -> None:
     [
         (ev.WorkerJoined(E0, Stage.ENCODE), ev.WorkerJoined(E0, Stage.PREFILL)),
         (ev.KnobsChanged(NONE), ev.KnobsChanged(PAIRS)),
+        (ev.Evicted(P0, ("cat",)), ev.Evicted(P0, ("dog",))),
+        (ev.EmbeddingMissing(R, 0, 0, ("cat",)), ev.EmbeddingMissing(R, 0, 0, ("dog",))),
         (ev.EncodeFailed(B1, retryable=True), ev.EncodeFailed(B1, retryable=False)),
         (ev.PrefillFinished(R, 0, 0), ev.PrefillFinished(R, 0, 0, final=True)),
         (ev.PrepareFailed(R, retryable=True), ev.PrepareFailed(R)),

@@ -28,6 +28,7 @@ from .scenario import (
     sent,
     slow_scenario,
     start_encode,
+    start_prefill,
 )
 
 TALL = picture("tall", 90)
@@ -46,14 +47,19 @@ def test_a_rule_that_waits_is_asked_again_at_its_time(pairs: Scenario) -> None:
     assert pairs.core.next_deadline() == 50
     assert pairs.core.queue_lengths()[Stage.ENCODE] == 1
     assert pairs.wait(49) == []
-    assert pairs.wait(1) == [start_encode(1, E0, encode_item(R, 0), reason="window")]
+    assert pairs.wait(1) == [
+        start_encode(1, E0, encode_item(R, 0), reason="window"),
+        start_prefill(R, coming=True),
+    ]
     assert pairs.core.next_deadline() == 1000
 
 
 def test_items_of_two_requests_share_a_batch(pairs: Scenario) -> None:
     pairs.start(R, num_items=1)
     assert pairs.start(S, num_items=1) == [
-        start_encode(1, E0, encode_item(R, 0), encode_item(S, 0), reason="full")
+        start_encode(1, E0, encode_item(R, 0), encode_item(S, 0), reason="full"),
+        start_prefill(R, coming=True),
+        start_prefill(S, coming=True),
     ]
 
 
@@ -242,9 +248,9 @@ def test_a_full_batch_is_shared_out_only_if_no_more_would_fill_the_other_encoder
 
 def test_the_parts_of_one_request_make_it_whole() -> None:
     spread = slow_scenario(E0, E1, P0, D0, spread=True, max_batch_items=16)
-    spread.start(R, num_items=6)
-    assert spread.tell(finished(2)) == []
-    assert spread.tell(finished(1)) == [ev.StartPrefill(R, 0, 0, P0, "holds its embeddings")]
+    first, second, prefill = spread.start(R, num_items=6)
+    assert batches([first, second]) == [first, second]
+    assert prefill == start_prefill(R, coming=True)
 
 
 # Promises -----------------------------------------------------------------------------------------

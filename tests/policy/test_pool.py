@@ -1,9 +1,9 @@
 import pytest
 
 from easerve.policy.pool import Pool, Worker
-from easerve.types import NS_PER_S, Stage
+from easerve.types import NS_PER_S, Side, Stage
 
-from .scenario import D0, E0, P0, P1
+from .scenario import D0, E0, L0, P0, P1
 
 
 @pytest.fixture
@@ -41,17 +41,30 @@ def test_what_starts_is_held_and_what_is_only_held_does_not_run(worker: Worker) 
 
 def test_work_took_as_long_as_it_ran_alone(worker: Worker) -> None:
     worker.start("a", 1, now_ns=5 * NS_PER_S)
-    assert worker.finish("a", now_ns=7 * NS_PER_S) == 2
+    assert worker.finish("a", 5 * NS_PER_S, now_ns=7 * NS_PER_S) == 2
     worker.start("b", 1, now_ns=20 * NS_PER_S)
-    assert worker.finish("b", now_ns=23 * NS_PER_S) == 3
+    assert worker.finish("b", 20 * NS_PER_S, now_ns=23 * NS_PER_S) == 3
 
 
 def test_work_behind_other_work_took_as_long_as_since_that_ended(worker: Worker) -> None:
     worker.start("a", 1, now_ns=0)
     worker.start("b", 1, now_ns=1 * NS_PER_S)
-    assert worker.finish("a", now_ns=4 * NS_PER_S) == 4
-    assert worker.finish("b", now_ns=6 * NS_PER_S) == 2
+    assert worker.finish("a", 0, now_ns=4 * NS_PER_S) == 4
+    assert worker.finish("b", 1 * NS_PER_S, now_ns=6 * NS_PER_S) == 2
     assert (worker.work, worker.running, worker.backlog_tokens) == ({}, {}, 0)
+
+
+def test_work_that_is_said_to_have_waited_until_now_took_no_time(worker: Worker) -> None:
+    worker.hold("a", 1)
+    assert worker.finish("a", since_ns=8 * NS_PER_S, now_ns=7 * NS_PER_S) == 0
+
+
+def test_what_is_held_begins_once_and_only_if_it_still_is(worker: Worker) -> None:
+    worker.hold("a", 1)
+    worker.begin("a", now_ns=1)
+    worker.begin("a", now_ns=2)
+    worker.begin("gone", now_ns=3)
+    assert worker.running == {"a": 1}
 
 
 def test_backlog_in_seconds_shrinks_as_the_first_piece_gets_on(worker: Worker) -> None:
@@ -62,7 +75,7 @@ def test_backlog_in_seconds_shrinks_as_the_first_piece_gets_on(worker: Worker) -
     worker.start("b", 30, now_ns=NS_PER_S)
     left_s = [worker.backlog_s(0.1, now_ns=later * NS_PER_S) for later in (1, 2, 3, 4, 9)]
     assert left_s == pytest.approx([6, 5, 4, 4, 4])
-    worker.finish("a", now_ns=9 * NS_PER_S)
+    worker.finish("a", NS_PER_S, now_ns=9 * NS_PER_S)
     left_s = [worker.backlog_s(0.1, now_ns=later * NS_PER_S) for later in (9, 10)]
     assert left_s == pytest.approx([4, 3])
 
@@ -95,6 +108,15 @@ def test_has_wants_an_engine_of_each_stage(pool: Pool) -> None:
     pool.join(Worker(D0, Stage.DECODE))
     assert pool.has(Stage.PREFILL, Stage.DECODE)
     assert [worker.worker_id for worker in pool.of(Stage.PREFILL)] == [P0, P1]
+
+
+def test_prefill_engines_beside_an_encoder_are_the_local_side(pool: Pool) -> None:
+    pool.join(Worker(L0, Stage.PREFILL, beside=(E0,)))
+    pool.join(Worker(E0, Stage.ENCODE))
+    sides = {side: [w.worker_id for w in workers] for side, workers in pool.sides().items()}
+    assert sides == {Side.REMOTE: [P0, P1], Side.LOCAL: [L0]}
+    pool.lose(L0)
+    assert [*pool.sides()] == [Side.REMOTE]
 
 
 def test_the_least_loaded_engine_of_the_stage_is_picked(pool: Pool) -> None:

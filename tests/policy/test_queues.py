@@ -28,3 +28,13 @@ def test_legs_are_taken_in_the_order_of_their_requests() -> None:
     taken = [(each.request_id, leg.index) for each, leg in queues.take_legs()]
     assert taken == [("first", 0), ("first", 1), ("second", 0)]
     assert queues.take_legs() == []
+
+
+def test_only_legs_that_wait_are_queued() -> None:
+    queues = Queues()
+    asked = request("r", num_choices=2)
+    queues.add_legs(asked)
+    queues.drop(asked)
+    asked.legs[0].move("prefill started")
+    queues.add_legs(asked)
+    assert [leg.index for _, leg in queues.take_legs()] == [1]

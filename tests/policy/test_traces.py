@@ -10,9 +10,10 @@ import pytest
 from easerve.costs.linear import LinearCosts
 from easerve.policy.batching import RULES
 from easerve.policy.knobs import Knobs
+from easerve.policy.share import RULES as SIDES
 from easerve.types import NS_PER_S, MediaItem, Modality
 
-from .scenario import D0, DEFAULTS, E0, E1, P0, P1, joined, shape_of
+from .scenario import D0, DEFAULTS, E0, E1, L0, P0, P1, joined, shape_of
 from .virtual import Arrival, World, gamma_gaps_s
 
 NUM_REQUESTS = 60
@@ -78,6 +79,8 @@ def knobs_for(rule: str, random: Random) -> Knobs:
         ttft_slo_s=random.choice([None, 2.0]),
         tpot_slo_s=random.choice([None, 0.02]),
         max_queue_s=1e6,
+        where=random.choice(list(SIDES)),
+        remote_share=random.choice([0.0, 0.4, 1.0]),
     )
 
 
@@ -87,7 +90,8 @@ def test_everything_is_served_and_nothing_waits_in_vain(rule: str, trace: str) -
     random = Random(f"{rule} {trace}")
     encoders = [joined(E0, max_batch_tokens=400), joined(E1, max_batch_tokens=2048)]
     decode = joined(D0, num_slots=random.choice([3, 256]))
-    engines = [*encoders[: random.choice([1, 2])], joined(P0), joined(P1), decode]
+    prefills = [joined(P0), random.choice([joined(P1), joined(L0)])]
+    engines = [*encoders[: random.choice([1, 2])], *prefills, decode]
     world = World(knobs_for(rule, random), COSTS, engines)
     world.run(arrivals(trace, random))
     assert list(world.model.ends.values()) == ["complete"] * NUM_REQUESTS

@@ -1,6 +1,7 @@
 """A real server: ``easerve serve`` as a user starts it, with real vLLM engines on this CPU."""
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -8,9 +9,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,10 +76,6 @@ class RealServer:
         (folder,) = self.runtime.glob("easerve-*")
         return folder
 
-    @property
-    def shm_dir(self) -> Path:
-        return Path("/dev/shm") / self.run_dir.name
-
     def wait_ready(self) -> "RealServer":
         def ready() -> bool:
             assert self.process.poll() is None, self.text
@@ -94,10 +92,25 @@ class RealServer:
         return self.process.wait(60)
 
 
-@pytest.fixture(scope="session")
-def start() -> Iterator[Callable[..., RealServer]]:
-    """Starts servers; each is killed at the end, should a test have left it."""
-    servers: list[RealServer] = []
+def golden(requests: Sequence[list[dict[str, Any]]]) -> list[dict[str, list[int]]]:
+    """Token ids of ``prompt`` and ``answer`` (24 at most) of each, by Hugging Face."""
+    output = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("golden.py")), "models/tiny-llava", "24"],
+        input="\n".join(json.dumps(messages) for messages in requests),
+        env=HUGGING_FACE,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert output.returncode == 0, output.stderr
+    return [json.loads(line) for line in output.stdout.splitlines()]
+
+
+@contextlib.contextmanager
+def servers() -> Iterator[Callable[..., RealServer]]:
+    """Starts servers; each is killed at the end, should it be left."""
+    started: list[RealServer] = []
 
     def start_server(*options: str, source: Path | str = DEPLOYMENT) -> RealServer:
         runtime = Path(tempfile.mkdtemp(prefix="ea-test-"))
@@ -117,14 +130,20 @@ def start() -> Iterator[Callable[..., RealServer]]:
                 stderr=stream,
                 start_new_session=True,
             )
-        servers.append(RealServer(process, runtime, output))
-        return servers[-1]
+        started.append(RealServer(process, runtime, output))
+        return started[-1]
 
     yield start_server
-    for server in servers:
+    for server in started:
         server.process.kill()
         server.process.wait()
         shutil.rmtree(server.runtime, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def start() -> Iterator[Callable[..., RealServer]]:
+    with servers() as start_server:
+        yield start_server
 
 
 @pytest.fixture(scope="session")

@@ -4,11 +4,8 @@ import asyncio
 import json
 import random
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,7 +15,7 @@ from openai import AsyncOpenAI, OpenAI
 from easerve.workload import shapes
 
 from ..processes import wait_until
-from .conftest import HUGGING_FACE, ROOT, RealServer
+from .conftest import RealServer, golden
 from .requests import picture_part, text_part, user
 
 MODEL = "tiny-llava"
@@ -63,20 +60,6 @@ def requests_to_compare() -> list[list[dict[str, Any]]]:
         user([text_part(TEXTS[1]), picture_part(scenes[41].picture)]),
     ]
     return [*single, *([user(text)] for text in TEXTS), *several, turns]
-
-
-def golden(requests: list[list[dict[str, Any]]]) -> list[dict[str, list[int]]]:
-    output = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("golden.py")), "models/tiny-llava", "24"],
-        input="\n".join(json.dumps(messages) for messages in requests),
-        env=HUGGING_FACE,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert output.returncode == 0, output.stderr
-    return [json.loads(line) for line in output.stdout.splitlines()]
 
 
 def test_tokens_equal_those_of_hugging_face(server: RealServer) -> None:
@@ -231,7 +214,7 @@ def test_a_missing_embedding_fails_one_request_and_not_the_engine(
             "mm_placeholders": {"image": [{"offset": 0, "length": 25}]},
         },
         "sampling_params": {"max_tokens": 1},
-        "ec_transfer_params": {"folders": [str(server.shm_dir / "ec" / "nowhere")]},
+        "ec_transfer_params": {"coming": False},
     }
     with httpx.Client(transport=transport, base_url="http://engine", timeout=60) as prefill:
         for params in (request, {**request, "ec_transfer_params": None}):
@@ -291,7 +274,6 @@ def test_load_leaves_nothing_behind(server: RealServer) -> None:
     for name, number in (("_total", 200), (r"_total{outcome=\"failed\"}", 0)):
         name = f"easerve_requests{name}"
         assert metric(after, name) - metric(before, name) == number
-    assert list((server.shm_dir / "ec").iterdir()) == []
 
     def engine_idle(name: str) -> bool:
         transport = httpx.HTTPTransport(uds=str(server.run_dir / f"{name}.sock"))

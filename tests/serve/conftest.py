@@ -17,7 +17,10 @@ from .server import MODEL, ONE_OF_EACH, Server
 
 
 class Serve(Protocol):
-    """Starts a server. ``limits``, ``server``, ``engine`` and ``policy``: of the deployment."""
+    """Starts a server. ``limits``, ``server``, ``engine`` and ``policy``: of the deployment.
+
+    With an ``l0`` among its engines the deployment has local prefill engines.
+    """
 
     async def __call__(
         self,
@@ -33,9 +36,7 @@ class Serve(Protocol):
 
 
 @pytest.fixture
-async def serve(
-    tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
-) -> AsyncIterator[Serve]:
+async def serve(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Serve]:
     async with AsyncExitStack() as stack:
 
         async def start(
@@ -49,11 +50,14 @@ async def serve(
             log: StepLog | None = None,
         ) -> Server:
             sections = {"limits": limits, "server": server, "engine": engine, "policy": policy}
-            deployment = Deployment.model_validate(
-                {"model": MODEL, **{name: each or {} for name, each in sections.items()}}
-            )
-            folder = tmp_path_factory.mktemp("ec")
-            started = Server(folder, deployment, engines, costs, preparation, log)
+            has_local = any(name.startswith("l") for name in engines)
+            content = {
+                "model": MODEL,
+                "local_prefill": {} if has_local else None,
+                **{name: each or {} for name, each in sections.items()},
+            }
+            deployment = Deployment.model_validate(content)
+            started = Server(deployment, engines, costs, preparation, log)
             await started.start()
             stack.push_async_callback(started.stop)
             stack.push_async_callback(started.idle)

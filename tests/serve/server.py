@@ -8,7 +8,6 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -33,7 +32,7 @@ from easerve.types import Stage, WorkerId
 MODEL = "fake-model"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MAX_PIXELS = 1_000_000
-STAGES = {"e": Stage.ENCODE, "p": Stage.PREFILL, "d": Stage.DECODE}
+STAGES = {"e": Stage.ENCODE, "l": Stage.PREFILL, "p": Stage.PREFILL, "d": Stage.DECODE}
 ONE_OF_EACH, TWO_OF_EACH = ("e0", "p0", "d0"), ("e0", "e1", "p0", "p1", "d0", "d1")
 PATIENCE_S = 5.0
 POLL_S = 0.001
@@ -201,23 +200,25 @@ class Uvicorn(uvicorn.Server):
 
 
 class Server:
-    """An app, its driver and fake engines: ``e0`` encodes, ``p0`` prefills, ``d0`` decodes."""
+    """An app, its driver and fake engines.
+
+    ``e0`` encodes, ``l0`` prefills beside it, ``p0`` prefills elsewhere, ``d0`` decodes.
+    """
 
     def __init__(
         self,
-        folder: Path,
         deployment: Deployment,
         engines: Sequence[str] = ONE_OF_EACH,
         costs: LinearCosts = INSTANT,
         preparation: PreparationPool | None = None,
         log: StepLog | None = None,
     ) -> None:
-        self.folder, self._costs = folder, costs
+        self._costs = costs
         self.core: Core = recipe(deployment).make_core()
         limits = deployment.limits
         inline = InlinePreparation(limits.preparation_workers, limits.max_image_pixels)
         self.driver = Driver(
-            self.core, preparation or inline, folder, Metrics(), int(limits.max_decoded), log
+            self.core, preparation or inline, Metrics(), int(limits.max_decoded), log
         )
         self.fabric = Fabric()
         self.engines: dict[str, FakeEngine] = {}
@@ -240,15 +241,18 @@ class Server:
 
     # Engines ----------------------------------------------------------------------------------
 
-    def add(self, name: str, **bounds: int) -> FakeEngine:
-        """``bounds``: num_slots, max_batch_tokens."""
-        engine = FakeEngine(WorkerId(name), STAGES[name[0]], self.fabric, self._costs, **bounds)
+    def add(self, name: str, **bounds: Any) -> FakeEngine:
+        """``bounds``: num_slots, max_batch_tokens, cache_items, timeout_s."""
+        beside = (WorkerId(f"e{name[1:]}"),) if name[0] == "l" else ()
+        stage, costs = STAGES[name[0]], self._costs
+        engine = FakeEngine(WorkerId(name), stage, self.fabric, costs, beside=beside, **bounds)
         self.engines[name] = engine
         self.driver.add_engine(engine)
         return engine
 
     def lose(self, name: str) -> None:
         self.engines[name].dead = True
+        self.fabric.stores.pop(WorkerId(name), None)
         self.driver.lose_engine(WorkerId(name))
 
     def hold(self, call: str, permits: int = 0) -> None:
@@ -274,15 +278,14 @@ class Server:
 
     @property
     def num_preparing(self) -> int:
-        return self._num_in(RequestState.PREPARING)
+        requests = self.core._requests.values()
+        return sum(request.state is RequestState.PREPARING for request in requests)
 
     @property
     def num_waiting(self) -> int:
         """Requests that wait for embeddings, whether their pictures are being encoded or not."""
-        return self._num_in(RequestState.ENCODING)
-
-    def _num_in(self, state: RequestState) -> int:
-        return sum(request.state is state for request in self.core._requests.values())
+        entries = self.core._encoding._entries.values()
+        return len({request.request_id for entry in entries for request, _ in entry.waiters})
 
     async def working(self, call: str) -> str:
         """Wait until an engine works on a call of this kind; its name."""
@@ -347,18 +350,15 @@ class Server:
             "backlog": sum(worker.backlog_tokens for worker in self.core.pool),
             "jobs": len(self.driver._jobs),
             "batches": len(self.driver._batches),
-            "wanted": len(self.driver._embeddings._wanting),
-            "files": len(self.driver._embeddings._files),
-            "folders in use": len(self.driver._embeddings._users),
             "decoded": self.driver._decoded_bytes,
             "items": len(self.core._encoding._entries),
-            "holders": len(self.core._encoding._holders),
+            "batches of the core": len(self.core._encoding._batches),
+            "work": sum(len(worker.work) + len(worker.running) for worker in self.core.pool),
             "at the gate": len(self.core._flow.gate._waiting),
             "past the gate": self.core._flow.gate.num_passed,
             "tasks": sum(map(len, self.driver._calls.values())),
             "rendering": sum(self.driver._rendering.values()),
             "running": sum(engine.running for engine in self.engines.values()),
-            "folders": [path.name for path in self.folder.iterdir()],
         }
         return {name: value for name, value in held.items() if value}
 

@@ -164,7 +164,11 @@ async def test_a_promise_can_be_made_and_taken_back(server: Server) -> None:
         ({"ttft_slo_s": "inf"}, "ttft_slo_s", "(got 'inf')"),
         ({"tpot_slo_s": "nan"}, "tpot_slo_s", "(got 'nan')"),
         ({"max_queue_s": 1e300}, "max_queue_s", "(got 1e+300)"),
-        ({"remote_share": 0.5}, "remote_share", "(got 0.5)"),
+        ({"remote_share": 1.5}, "remote_share", "less than or equal to 1 (got 1.5)"),
+        ({"where": "nowhere"}, "where", "where: Input should be 'deficit', 'deficit-tokens', "),
+        ({"band_kappa": 0.4}, "band_kappa", "greater than or equal to 0.5 (got 0.4)"),
+        ({"offload_seed": -1}, "offload_seed", "(got -1)"),
+        ({"spill_guard_s": 0}, "spill_guard_s", "greater than 0 (got 0)"),
         ({"when": "gap", "spread": []}, "spread", "spread: "),
         ({"wen": 1, "gap_k": "x"}, "gap_k", "; wen: unknown key"),
     ],
@@ -179,6 +183,14 @@ async def test_what_is_wrong_changes_nothing_and_is_named(
     assert await knobs(server) == DEFAULTS
     assert server.core.knobs.when == "slack"
     assert answer_of(await server.ask(ask_about("which?", RED))) == answer("which?", RED)
+
+
+async def test_a_share_for_local_prefill_needs_engines_for_it(server: Server) -> None:
+    error = error_of(await turn(server, {"remote_share": 0.5, "where": "band"}), 400)
+    assert error["param"] == "remote_share"
+    assert error["message"].startswith("remote_share: 0.5 needs a section local_prefill")
+    assert await knobs(server) == DEFAULTS
+    assert (await turn(server, {"where": "band"})).status_code == 200
 
 
 @pytest.mark.parametrize("content", ["[]", '"gap"', "1", "null", "true", '[{"when": "gap"}]'])
@@ -252,7 +264,7 @@ async def test_the_next_batches_go_by_the_new_knobs(
 
 
 async def test_knobs_are_turned_under_load_without_a_failed_request(serve: Serve) -> None:
-    engines = ["e0", "e1", "p0", "d0"]
+    engines = ["e0", "e1", "l0", "p0", "d0"]
     server = await serve(engines, server={"api_key": KEY, "admin_token": TOKEN})
     urls, left = pictures(8), iter(range(100))
     changes: list[dict[str, Any]] = [
@@ -263,6 +275,9 @@ async def test_knobs_are_turned_under_load_without_a_failed_request(serve: Serve
         {"when": "slack", "ttft_slo_s": 0.05, "tpot_slo_s": 0.01, "spread": False},
         {"when": "greedy", "flow": False, "run_ahead": 0},
         {"group_by_size": True, "encoder_value": 2, "prefill_ahead_s": 0.1},
+        {"where": "band", "remote_share": 0.3, "band_kappa": 1},
+        {"where": "jsq", "share_trim": True, "spill_guard_s": 0.01},
+        {"where": "deficit-tokens", "remote_share": 0},
         DEFAULTS,
     ]
 

@@ -3,7 +3,6 @@
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from itertools import count
 from math import log2
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,7 @@ import pytest
 
 from easerve.cli.deploy import recipe
 from easerve.config import Deployment
-from easerve.engines import fake
-from easerve.engines.protocol import EncodeCall, EngineError, Prefilled, Prompt
+from easerve.engines.protocol import EngineError, Prefilled, Prompt
 from easerve.serve.decisions import DecisionLog, replay
 from easerve.types import Stage
 
@@ -294,7 +292,6 @@ async def test_a_picture_that_many_want_at_once_is_encoded_once(serve: Serve, wh
     assert answers == [answer(f"question {number}", RED) for number in range(50)]
     assert server.encode_calls == [1]
     await server.idle()
-    assert list(server.folder.iterdir()) == []
 
 
 async def clients_waiting(server: Server, number: int) -> list[Client]:
@@ -325,7 +322,6 @@ async def test_clients_that_leave_do_not_touch_who_shares_their_picture(
     for client in clients:
         await client.leave()
     await server.idle()
-    assert list(server.folder.iterdir()) == []
 
 
 async def test_a_call_that_nobody_waits_for_any_more_is_ended(server: Server) -> None:
@@ -397,11 +393,11 @@ async def test_a_batch_goes_on_for_those_who_stay(server: Server) -> None:
     assert server.encode_calls == [1, 1], "the red one went on, the green one was not begun"
 
 
-async def test_an_embedding_is_not_kept_for_who_comes_after_the_answers(server: Server) -> None:
+async def test_an_embedding_is_kept_for_who_comes_after_the_answers(server: Server) -> None:
     for _ in range(2):
         await assert_answers([ask(server, "which?", RED)], [RED])
         await server.idle()
-    assert server.encode_calls == [1, 1]
+    assert server.encode_calls == [1]
 
 
 @pytest.mark.parametrize("when", ["none", "slack"])
@@ -433,23 +429,17 @@ async def test_a_lost_encoder_costs_a_shared_picture_one_more_call(serve: Serve)
     assert server.encode_calls == [1, 1]
 
 
-@pytest.mark.parametrize("how", ["not made", "removed"])
-async def test_an_embedding_that_is_lost_is_made_again_for_all_who_relied_on_it(
-    server: Server, monkeypatch: pytest.MonkeyPatch, how: str
+@pytest.mark.parametrize("where", [["p0"], ["p0", "e0"]], ids=["at prefill", "at the encoder, too"])
+async def test_an_embedding_that_is_lost_is_sent_again_once_for_all_who_relied_on_it(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, where: list[str]
 ) -> None:
-    publish, prefill = fake.publish, server.engines["p0"].prefill
-    number, turns, folders = count(1), asyncio.Semaphore(0), []
+    server = await serve(["e0", "d0"])
+    prefill, turns = server.add("p0", timeout_s=0.2).prefill, asyncio.Semaphore(0)
 
-    def maybe_publish(call: EncodeCall) -> None:
-        if how == "removed" or next(number) > 1:
-            publish(call)
-
-    async def prefill_in_turn(prompt: Prompt, folder: Path | None) -> Prefilled:
+    async def prefill_in_turn(prompt: Prompt, coming: bool) -> Prefilled:
         await turns.acquire()
-        folders.append(folder)
-        return await prefill(prompt, folder)
+        return await prefill(prompt, coming)
 
-    monkeypatch.setattr(fake, "publish", maybe_publish)
     monkeypatch.setattr(server.engines["p0"], "prefill", prefill_in_turn)
     tasks = []
     for _ in range(3):
@@ -457,7 +447,8 @@ async def test_an_embedding_that_is_lost_is_made_again_for_all_who_relied_on_it(
         await until(lambda: server.core.num_open == len(tasks) and not server.num_preparing)
     await until(lambda: not server.num_waiting)
     assert server.encode_calls == [1]
-    remove_files(server.folder)
+    for name in where:
+        server.engines[name].store.keys.clear()
     server.hold("encode")
     turns.release()
     await until(lambda: server.encode_calls == [1, 1], "a second call for the first")
@@ -469,12 +460,7 @@ async def test_an_embedding_that_is_lost_is_made_again_for_all_who_relied_on_it(
         turns.release()
     await assert_answers(tasks, [RED] * 3)
     assert server.encode_calls == [1, 1]
-    assert None not in folders
-
-
-def remove_files(folder: Path) -> None:
-    for path in folder.glob("*/*"):
-        path.unlink()
+    assert server.engines["e0"].encoded == {key(RED): len(where)}
 
 
 @pytest.mark.parametrize("turns", range(-8, 9, 2))
@@ -507,7 +493,7 @@ async def test_a_request_may_end_in_the_instant_in_which_another_one_shares_its_
     [({"when": "none"}, [1, 1]), ({"when": "greedy", "max_batch_items": 2}, [2])],
     ids=["none", "greedy"],
 )
-async def test_pictures_of_a_request_are_encoded_side_by_side_and_joined_before_prefill(
+async def test_pictures_of_a_request_are_encoded_side_by_side_and_joined_at_prefill(
     serve: Serve, policy: dict[str, Any], each: list[int]
 ) -> None:
     server = await serve(["e0", "e1", "p0", "d0"], policy=policy)
@@ -520,7 +506,8 @@ async def test_pictures_of_a_request_are_encoded_side_by_side_and_joined_before_
     await until(lambda: not server.engines["e0"].running)
     assert late.running == len(each)
     assert server.num_waiting == 1
-    assert server.num_calls("prefill") == 0
+    assert server.num_calls("prefill") == 1
+    assert not server.engines["p0"].running, "it waits for the rest"
     for _ in each:
         permits.release()
     assert answer_of(await task) == answer("which?", *urls)
@@ -609,32 +596,3 @@ async def test_what_the_server_decided_can_be_decided_again(serve: Serve, tmp_pa
     assert sum(batches.num_items for batches in outcome.batches.values()) == sum(
         server.encode_calls
     )
-
-
-async def test_a_batch_goes_on_for_one_who_joined_it_although_it_has_the_embedding_by_others(
-    server: Server,
-) -> None:
-    """It is for the core to say that nobody waits for a batch."""
-    server.hold("encode")
-    leaver = await server.connect(body(ask_about("which?", RED)))
-    await server.working("encode")
-    joins = ask(server, "which?", RED)
-    await until(lambda: server.core.num_open == 2 and not server.num_preparing)
-    server.driver._embeddings._wanting.clear()  # as if another request had given it to both
-    await leaver.leave()
-    await until(lambda: server.core.num_open == 1)
-    assert server.driver._batches
-    server.release()
-    await assert_answers([joins], [RED])
-
-
-async def test_a_folder_that_cannot_be_made_fails_the_batch_and_not_the_encoder(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(batch_id: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(server.driver._embeddings, "open_batch", full)
-    assert (await ask(server, "which?", RED)).status_code == 500
-    monkeypatch.undo()
-    await assert_answers([ask(server, "which?", RED)], [RED])

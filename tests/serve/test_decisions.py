@@ -25,9 +25,18 @@ from easerve.policy.admission import Admission
 from easerve.policy.batching import RULES
 from easerve.policy.core import Core, Limits
 from easerve.policy.knobs import Knobs
+from easerve.policy.share import RULES as SHARE_RULES
 from easerve.serve import decisions
 from easerve.serve.admin import knobs_of
-from easerve.serve.decisions import DecisionLog, DecisionLogError, Header, Step, read, replay
+from easerve.serve.decisions import (
+    FORMAT,
+    DecisionLog,
+    DecisionLogError,
+    Header,
+    Step,
+    read,
+    replay,
+)
 from easerve.types import NS_PER_S, BatchId, MediaItem, Modality, RequestId, Shape, Stage, WorkerId
 
 KNOBS = knobs_of(Policy())
@@ -119,7 +128,7 @@ def test_every_event_and_action_is_read_as_it_was(
 
 
 @settings(deadline=None, derandomize=True, max_examples=50)
-@given(header=values(Header).map(lambda header: dataclasses.replace(header, format=1)))
+@given(header=values(Header).map(lambda header: dataclasses.replace(header, format=FORMAT)))
 def test_a_header_is_read_as_it_was(
     tmp_path_factory: pytest.TempPathFactory, header: Header
 ) -> None:
@@ -394,7 +403,7 @@ def test_a_line_that_is_not_understood_is_named(path: Path, line: str, message: 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        (b'"format":1', b'"format":2', "not the header of a decision log of format 1"),
+        (b'"format":2', b'"format":1', "not the header of a decision log of format 2"),
         (b'"limits":{', b'"limits":{"max_luck":1,', "unknown field 'max_luck' of header: "),
         (b'"kind":"header"', b'"kind":"step"', "unknown kind 'step'"),
         (b"\n", b"", "truncated"),
@@ -491,6 +500,8 @@ def test_batches_are_counted_by_reason(path: Path) -> None:
 # With the real core -------------------------------------------------------------------------------
 
 POOL = {WorkerId(f"{stage}{number}"): stage for stage in Stage for number in range(2)}
+BESIDE = {WorkerId("prefill1"): (WorkerId("encode1"),)}
+KEYS = "abcdef"
 
 
 def with_rule(when: str) -> Header:
@@ -502,18 +513,23 @@ def answer(chance: random.Random, action: ev.Action) -> ev.Event | None:
     well, retryable = chance.random() < 0.9, chance.random() < 0.8
     match action:
         case ev.Prepare(name):
-            keys = chance.choices("abcdef", k=int(name) % 4)
+            keys = chance.choices(KEYS, k=int(name) % 4)
             items = tuple(MediaItem(key, Modality.IMAGE, 10 * ord(key)) for key in keys)
             return ev.Prepared(name, Shape(900, 50, items)) if well else ev.PrepareFailed(name)
         case ev.StartEncode(number):
             return ev.EncodeFinished(number) if well else ev.EncodeFailed(number, retryable)
         case ev.StartPrefill(name, leg, attempt):
-            failed = ev.EmbeddingMissing(name, leg, attempt)
+            failed = ev.EmbeddingMissing(name, leg, attempt, tuple(chance.sample(KEYS, 2)))
             return ev.PrefillFinished(name, leg, attempt) if well else failed
         case ev.StartDecode(name, leg, attempt):
             failed_ = ev.DecodeFailed(name, leg, attempt, retryable)
             return ev.DecodeFinished(name, leg, attempt, 1.0, 0.02) if well else failed_
     return None
+
+
+def joined(worker_id: WorkerId) -> ev.WorkerJoined:
+    beside = BESIDE.get(worker_id, ())
+    return ev.WorkerJoined(worker_id, POOL[worker_id], num_slots=4, beside=beside)
 
 
 def news(chance: random.Random, number: int) -> ev.Event:
@@ -523,12 +539,21 @@ def news(chance: random.Random, number: int) -> ev.Event:
         case 0:
             return ev.WorkerLost(worker_id)
         case 1 | 2 | 3:
-            return ev.WorkerJoined(worker_id, POOL[worker_id], num_slots=4)
+            return joined(worker_id)
         case 4:
             when, flow = chance.choice(list(RULES)), chance.random() < 0.5
-            return ev.KnobsChanged(dataclasses.replace(KNOBS, when=when, flow=flow))
+            where, share = chance.choice(list(SHARE_RULES)), chance.choice([0.0, 0.3, 0.55, 1.0])
+            turned: dict[str, Any] = {
+                "when": when,
+                "flow": flow,
+                "where": where,
+                "remote_share": share,
+            }
+            return ev.KnobsChanged(dataclasses.replace(KNOBS, **turned))
         case 5:
             return ev.ClientCancelled(RequestId(str(chance.randrange(number + 1))))
+        case 6:
+            return ev.Evicted(worker_id, tuple(chance.sample(KEYS, 3)))
     kinds = (Modality.IMAGE,) * (number % 4)
     return ev.RequestReceived(name, 10, kinds, num_choices=chance.choice([1, 1, 3]))
 
@@ -536,7 +561,7 @@ def news(chance: random.Random, number: int) -> ev.Event:
 def scenario(seed: int, num_steps: int = 300) -> Iterator[Told]:
     """A core among engines that come, go and fail."""
     chance, core, now_ns = random.Random(seed), HEADER.make_core(), NS_PER_S
-    waiting: list[ev.Event] = [ev.WorkerJoined(each, POOL[each], 4) for each in POOL]
+    waiting: list[ev.Event] = [*map(joined, POOL)]
     for number in range(num_steps):
         events = [waiting.pop(chance.randrange(len(waiting))) for _ in waiting[:3]]
         actions = core.step(events, now_ns)

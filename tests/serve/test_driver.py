@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from easerve.costs.linear import LinearCosts
-from easerve.engines import fake
-from easerve.engines.protocol import Delta, EncodeCall, EngineError, Prefilled, Prompt, Route
+from easerve.engines.protocol import Delta, EngineError, Prefilled, Prompt, Route
 from easerve.engines.vllm.client import GENERATE, MAX_MESSAGE, VllmEngine
 from easerve.serve import job as jobs
 from easerve.serve.errors import ApiError, ended
@@ -36,6 +35,7 @@ from .server import (
     ask_about,
     body,
     error_of,
+    key,
     picture,
     until,
 )
@@ -185,31 +185,35 @@ async def test_retries_prefer_an_engine_that_has_not_failed_the_request(serve: S
 
 
 @pytest.mark.parametrize(
-    ("urls", "num_lost"),
-    [([RED], 1), ([RED, GREEN], 1), ([RED, GREEN], 2), ([RED, RED], 1)],
+    ("urls", "lost"),
+    [([RED], [RED]), ([RED, GREEN], [RED]), ([RED, GREEN], [RED, GREEN]), ([RED, RED], [RED])],
     ids=["the one", "one of two", "both", "that of a pair"],
 )
-async def test_missing_embeddings_are_encoded_exactly_once_more(
-    server: Server, monkeypatch: pytest.MonkeyPatch, urls: list[str], num_lost: int
+async def test_missing_embeddings_are_sent_exactly_once_more(
+    serve: Serve, urls: list[str], lost: list[str]
 ) -> None:
-    """All of a request, in one call again."""
-    publish, number = fake.publish, count(1)
-
-    def lose_the_first(call: EncodeCall) -> None:
-        if next(number) > num_lost:
-            publish(call)
-
-    monkeypatch.setattr(fake, "publish", lose_the_first)
+    """All of a request in one call, which is no forward: the encoder has them."""
+    server = await serve(["e0", "d0"])
+    server.add("p0", timeout_s=0.2)
+    encoder = server.engines["e0"]
+    encoder.lost = {key(url) for url in lost}
     response = await server.ask(ask_about("which?", *urls))
     assert answer_of(response) == answer("which?", *urls)
-    assert server.encode_calls == [len(set(urls))] * 2
+    assert server.encode_calls == [len(set(urls)), len(lost)]
+    assert encoder.encoded == dict.fromkeys(map(key, urls), 1)
+    assert encoder.resent == dict.fromkeys(map(key, lost), 1)
     assert server.num_calls("prefill") == 2
 
 
 async def test_an_embedding_that_never_comes_is_an_error(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fake, "publish", lambda _: None)
+    async def swallow(keys: Sequence[str]) -> None:
+        pass
+
+    server = await serve(["e0", "d0"])
+    prefill = server.add("p0", timeout_s=0.1)
+    monkeypatch.setattr(prefill.store, "push", swallow)
     assert error_of(await server.ask(PICTURE), 500)["code"] == "encode_failed"
     assert server.num_calls("encode") == server.num_calls("prefill") == 3
 
@@ -505,8 +509,8 @@ def after_prefill(server: Server, name: str, then: Callable[[], None], after: in
         else:
             loop.call_soon(turn, number - 1)
 
-    async def prefill_and_go_on(prompt: Prompt, folder: Path | None) -> Prefilled:
-        made = await prefill(prompt, folder)
+    async def prefill_and_go_on(prompt: Prompt, coming: bool) -> Prefilled:
+        made = await prefill(prompt, coming)
         turn(after)
         return made
 
@@ -582,9 +586,9 @@ async def test_the_kv_caches_of_the_other_legs_are_given_back_when_one_fails(
     engine, number = server.engines["p0"], count(0)
     prefill = engine.prefill
 
-    async def refuse_the_last(prompt: Prompt, folder: Path | None) -> Prefilled:
+    async def refuse_the_last(prompt: Prompt, coming: bool) -> Prefilled:
         if next(number) < others:
-            return await prefill(prompt, folder)
+            return await prefill(prompt, coming)
         await asyncio.sleep(0)  # it ends in the same instant
         raise EngineError("no", 400)
 
@@ -779,6 +783,17 @@ async def test_work_waits_for_an_engine_that_comes_back(
     assert await task == ANSWER
 
 
+async def test_an_engine_may_come_back_before_the_lost_one_has_rendered(server: Server) -> None:
+    server.hold("render")
+    task = asyncio.create_task(server.ask(TEXT))
+    lost = server.engines[await server.working("render")]
+    server.lose("p0")
+    server.add("p0")
+    lost.permits["render"].release()
+    assert answer_of(await task) == answer(TEXT)
+    assert not any(server.driver._rendering.values())
+
+
 async def test_what_a_lost_engine_still_says_is_not_passed_on(server: Server) -> None:
     server.hold("decode")
     task = asyncio.create_task(server.stream(PICTURE))
@@ -833,8 +848,8 @@ async def test_an_answer_of_one_token_is_not_given_twice_when_its_engine_is_lost
     engine = server.engines["p0"]
     prefill = engine.prefill
 
-    async def lost_with_its_answer(prompt: Prompt, folder: Path | None) -> Prefilled:
-        made = await prefill(prompt, folder)
+    async def lost_with_its_answer(prompt: Prompt, coming: bool) -> Prefilled:
+        made = await prefill(prompt, coming)
         loop = asyncio.get_running_loop()
         loop.call_soon(server.driver.lose_engine, WorkerId("p0"))
         return made
@@ -855,18 +870,6 @@ async def test_decoded_pictures_are_bounded_in_all(serve: Serve) -> None:
     server.release()
     assert ANSWER in [answer_of(r) for r in await asyncio.gather(*held) if r.status_code == 200]
     assert answer_of(await server.ask(PICTURE)) == ANSWER
-
-
-async def test_an_encoder_that_is_late_leaves_no_folder(server: Server) -> None:
-    server.hold("encode")
-    task = asyncio.create_task(server.ask(PICTURE))
-    await server.working("encode")
-    (folder,) = server.folder.iterdir()
-    task.cancel()
-    await until(lambda: not folder.exists(), "the end of the folder")
-    with pytest.raises(FileNotFoundError):
-        (folder / "late").touch()
-    assert list(server.folder.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["e0", "p0", "d0"])
@@ -935,7 +938,6 @@ async def test_nothing_runs_for_a_client_that_has_left(
     await client.leave()
     await server.idle()
     assert server.core.num_open == 0
-    assert list(server.folder.iterdir()) == []
 
 
 @streamed_or_not
@@ -1232,12 +1234,20 @@ class RandomCosts(LinearCosts):
         return self.chance.choice([0.0, 0.0, 0.002])
 
 
-@pytest.mark.parametrize("engines", [("e0", "p0", "d0"), TWO_OF_EACH], ids=["1e1p1d", "2e2p2d"])
+LOCAL_TOO = (*TWO_OF_EACH, "l0", "l1")
+
+
+@pytest.mark.parametrize(
+    ("engines", "share"),
+    [(("e0", "p0", "d0"), 1.0), (TWO_OF_EACH, 1.0), (LOCAL_TOO, 0.5)],
+    ids=["1e1p1d", "2e2p2d", "2e2l2p2d"],
+)
 @pytest.mark.parametrize("when", ["none", "slack"])
 async def test_under_load_every_answer_is_right_and_nothing_is_left(
-    serve: Serve, engines: Sequence[str], when: str
+    serve: Serve, engines: Sequence[str], share: float, when: str
 ) -> None:
-    server = await serve(engines, costs=RandomCosts(), policy={"when": when})
+    policy = {"when": when, "remote_share": share}
+    server = await serve(engines, costs=RandomCosts(), policy=policy)
     colors = [RED, GREEN, BLUE, *map(picture, ("black", "white", "yellow"))]
     chance = random.Random(1)
     slots = asyncio.Semaphore(16)

@@ -79,6 +79,16 @@ def test_an_engine_takes_one_after_the_other() -> None:
     assert found.mean_batch == 1
 
 
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_the_share_of_the_prefills_is_remote(share: float) -> None:
+    requests = [picture(float(number)) for number in range(20)]
+    found = run(Policy(remote_share=share), requests, workers=("e0", "l0", "p0", "d0"))
+    num_remote = round(20 * share)
+    assert found.busy_s[WorkerId("p0")] == pytest.approx(0.2 * num_remote)
+    assert found.busy_s[WorkerId("l0")] == pytest.approx(0.2 * (20 - num_remote))
+    assert [record.ttft_s for record in found.records] == pytest.approx([0.32] * 20)
+
+
 def test_a_batch_is_one_call() -> None:
     found = run(Policy(when="fixed", timeout_s=0.05), [picture(0.0), picture(0.02)])
     assert found.mean_batch == 2

@@ -5,9 +5,10 @@ import contextlib
 import json
 import os
 import resource
+import secrets
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +16,10 @@ from pathlib import Path
 import uvicorn
 
 from easerve.cluster.local import Folders, ForkServerSpec, LocalCluster, make_folders
+from easerve.cluster.restarts import Restarts
 from easerve.config import ConfigError, Deployment
 from easerve.costs.linear import LinearCosts
-from easerve.engines.vllm import launch, memory, models
+from easerve.engines.vllm import launch, memory, models, topology
 from easerve.engines.vllm.client import VllmEngine
 from easerve.engines.vllm.launch import EngineSpec
 from easerve.policy.admission import Admission
@@ -30,6 +32,8 @@ from easerve.serve.metrics import Metrics
 from easerve.serve.preparation import PreparationPool
 from easerve.types import NS_PER_S, Stage, WorkerId
 
+# Of an engine that has ended: its exit code, and in how many seconds it is started again or None.
+OnExit = Callable[[WorkerId, int, float | None], None]
 NVIDIA_DRIVER = Path("/dev/nvidiactl")
 KEEP_ALIVE_S = 75
 DRAIN_S = 30
@@ -38,13 +42,17 @@ HEALTH_PERIOD_S = 1.0
 MAX_OPEN_FILES = 1 << 16
 
 
-def check(deployment: Deployment) -> models.ModelInfo:
-    """What is known of the model; ConfigError for what cannot run here."""
+def check(deployment: Deployment) -> tuple[models.ModelInfo, list[memory.Row]]:
+    """What is known of the model, and the memory plan; ConfigError for what cannot run here."""
     info = models.inspect(deployment.model)
-    memory.check(memory.plan(deployment, info))
+    plan = memory.plan(deployment, info)
+    memory.check(plan)
+    used = {core for member in topology.members(deployment) for core in member.cores}
+    if missing := used - os.sched_getaffinity(0):
+        raise ConfigError(f"cores {sorted(missing)}: this process cannot run on them")
     if deployment.device == "cuda" and not NVIDIA_DRIVER.exists():
         raise ConfigError("device: cuda, but this machine has no NVIDIA driver (easerve doctor)")
-    return info
+    return info, plan
 
 
 def recipe(deployment: Deployment) -> Header:
@@ -101,24 +109,27 @@ class _Server(uvicorn.Server):
 async def service(
     deployment: Deployment,
     progress: Callable[[str, str], None],
-    on_exit: Callable[[WorkerId, int], None],
+    on_exit: OnExit,
     log: StepLog | None = None,
 ) -> AsyncIterator[Service]:
     """The server answers at once (/ready: 503); the body runs when every engine is ready.
 
-    Leaving drains the open requests, then ends the engines and removes every trace of them.
+    A local prefill engine that ends from then on is started again. Leaving drains the open
+    requests, then ends the engines and removes every trace of them.
     """
-    info = check(deployment)
+    info, plan = check(deployment)
+    token = secrets.token_hex(32)
     listener = listen(deployment.server.host, deployment.server.port)
     folders = make_folders()
 
     def lost(worker_id: WorkerId, code: int) -> None:
         driver.lose_engine(worker_id)
-        on_exit(worker_id, code)
+        again = running and cluster.can_start and engines[worker_id].beside
+        on_exit(worker_id, code, restarts.ended(worker_id) if again else None)
 
     try:
-        driver = _make_driver(deployment, folders, log)
-        cluster = _make_cluster(deployment, folders, info, lost)
+        driver = _make_driver(deployment, log)
+        cluster = _make_cluster(deployment, plan, folders, token, info, lost)
     except ConfigError:
         folders.remove()
         listener.close()
@@ -134,28 +145,45 @@ async def service(
         )
     )
     watching: asyncio.Task[None] | None = None
+    running = False
     serving = asyncio.create_task(server.serve([listener]))
-    engines = {
-        spec.worker_id: VllmEngine(
+    slots = {each.worker_id: each.section.max_num_seqs for each in topology.members(deployment)}
+
+    def connect(spec: EngineSpec) -> VllmEngine:
+        return VllmEngine(
             spec.worker_id,
             spec.stage,
             spec.socket,
             deployment.name,
             info.media_at_prefill,
-            launch.section_of(deployment, spec.stage).max_num_seqs,
+            slots[spec.worker_id],
             deployment.encode.max_num_batched_tokens or launch.ENCODE_BATCH_TOKENS,
+            inbox=spec.inbox,
+            token=token,
+            beside=spec.beside,
         )
-        for spec in cluster.specs
-    }
+
+    engines = {spec.worker_id: connect(spec) for spec in cluster.specs}
+    timeout_s = deployment.engine.startup_timeout_s
+
+    async def healthy(spec: EngineSpec) -> bool:
+        return await engines[spec.worker_id].health() is True
+
+    async def start_again(worker_id: WorkerId) -> None:
+        (spec,) = (spec for spec in cluster.specs if spec.worker_id == worker_id)
+        before, engines[worker_id] = engines[worker_id], connect(spec)
+        await before.close()
+        await cluster.restart(worker_id, healthy, timeout_s)
+        driver.lose_engine(worker_id)  # one that ended between its start and its joining
+        driver.add_engine(engines[worker_id])
+
+    restarts = Restarts(start_again)
     try:
-
-        async def healthy(spec: EngineSpec) -> bool:
-            return await engines[spec.worker_id].health() is True
-
-        await cluster.start(healthy, deployment.engine.startup_timeout_s, progress)
+        await cluster.start(healthy, timeout_s, progress)
+        running = True
         if info.architecture is None:
             models.inspect(deployment.model)  # the engines have downloaded it
-        for engine in engines.values():
+        for engine in list(engines.values()):
             if engine.stage is Stage.ENCODE:
                 await engine.learn_limits()
             driver.add_engine(engine)
@@ -164,6 +192,7 @@ async def service(
         shown = f"[{host}]" if ":" in host else host
         yield Service(deployment, driver, cluster, server, f"http://{shown}:{port}")
     finally:
+        await restarts.close()
         if watching is not None:
             watching.cancel()
         driver.drain()
@@ -198,28 +227,31 @@ def embedding_options(deployment: Deployment) -> str:
     return f"{deployment.model}|{engine.dtype}|{processor}|"
 
 
-def _make_driver(deployment: Deployment, folders: Folders, log: StepLog | None) -> Driver:
+def _make_driver(deployment: Deployment, log: StepLog | None) -> Driver:
     limits = deployment.limits
     preparation = PreparationPool(
         limits.preparation_workers, limits.max_image_pixels, embedding_options(deployment)
     )
-    embeddings = folders.shm / "ec"
-    embeddings.mkdir()
     core = recipe(deployment).make_core()
-    return Driver(core, preparation, embeddings, Metrics(), int(limits.max_decoded), log)
+    return Driver(core, preparation, Metrics(), int(limits.max_decoded), log)
 
 
 def _make_cluster(
     deployment: Deployment,
+    plan: Sequence[memory.Row],
     folders: Folders,
+    token: str,
     info: models.ModelInfo,
     on_exit: Callable[[WorkerId, int], None],
 ) -> LocalCluster:
-    specs = launch.engine_specs(deployment, folders.run, folders.logs, info.media_at_prefill)
+    specs = launch.engine_specs(
+        deployment, plan, folders.run, folders.logs, token, info.media_at_prefill
+    )
     fork_server = None
     if deployment.uses_fork_server:
         argv = launch.fork_server_command(info.architecture or "", info.model_type or "")
-        fork_server = ForkServerSpec(argv, specs[0].env)
+        env = {name: value for name, value in specs[0].env.items() if name != launch.CORES}
+        fork_server = ForkServerSpec(argv, env)
     return LocalCluster(folders, specs, fork_server, on_exit)
 
 

@@ -15,11 +15,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from easerve.cluster.supervisor import SHM_ROOT
 from easerve.config import MIB
 from easerve.engines.vllm import models
 from easerve.engines.vllm.memory import detect_gpu_bytes, gib
 
+SHM_ROOT = Path("/dev/shm")  # noqa: S108 (shared memory is what it is for)
 OK, WARN, BAD = "ok", "warn", "bad"
 MARKS = {OK: "[green]ok[/green]", WARN: "[yellow]warn[/yellow]", BAD: "[red]bad[/red]"}
 MIN_SHM_BYTES = 256 << 20
@@ -167,7 +167,7 @@ def _shared_memory() -> Finding:
         return Finding("shared memory", BAD, f"{SHM_ROOT} cannot be written", "mount a tmpfs there")
     free = shutil.disk_usage(SHM_ROOT).free
     if free < MIN_SHM_BYTES:
-        hint = "embeddings pass through it; docker: --shm-size=1g"
+        hint = "an engine's processes share memory through it; docker: --shm-size=1g"
         return Finding("shared memory", WARN, f"{gib(free)} free", hint)
     return Finding("shared memory", OK, f"{gib(free)} free in {SHM_ROOT}")
 

@@ -60,7 +60,7 @@ def serve(
         int | None, typer.Option(help="Of prefill and decode; encoders keep theirs.")
     ] = None,
     gpu_memory_utilization: Annotated[
-        float | None, typer.Option(help="Share of a GPU for each engine.")
+        float | None, typer.Option(help="Share of a GPU; encoders with local prefill keep theirs.")
     ] = None,
     chat_template: Annotated[
         str | None, typer.Option(help="A file, instead of the model's own template.")
@@ -75,6 +75,14 @@ def serve(
     ] = None,
     mm_processor_kwargs: Annotated[
         str | None, typer.Option(help="As vLLM's, e.g. '{\"max_pixels\": 1000000}'.")
+    ] = None,
+    local_prefill: Annotated[
+        bool | None,
+        typer.Option(help="A prefill engine beside each encoder, on its device."),
+    ] = None,
+    remote_share: Annotated[
+        float | None,
+        typer.Option(help="Share of prefills on the prefill engines; the rest: beside encoders."),
     ] = None,
     when: Annotated[
         str | None,
@@ -101,7 +109,7 @@ def serve(
         "served_model_name": served_model_name,
         "device": device,
         "server": {"host": host, "port": port, "api_key": api_key, "admin_token": admin_token},
-        "policy": {"when": when},
+        "policy": {"when": when, "remote_share": remote_share},
         "engine": {
             "dtype": dtype,
             "max_model_len": max_model_len,
@@ -122,7 +130,7 @@ def serve(
         over["limits"] = {"limit_mm_per_prompt": limit}
         processor = command.json_option("mm-processor-kwargs", mm_processor_kwargs)
         over["engine"]["mm_processor_kwargs"] = processor
-        deployment = command.read(source, topology, over)
+        deployment = command.read(source, topology, over, local_prefill)
         if dry_run:
             command.dry_run(deployment, json_output)
         else:
@@ -264,6 +272,42 @@ def bench_flow(
         measured = command.read(deployment, {"prefill": room, "decode": room})
         plan = Plan(measured.policy, requests, rate, tokens, promise, rounds, seed)
         raise typer.Exit(command.bench_flow(measured, plan, command.Output(json_output, html)))
+    except ConfigError as error:
+        fail(error, USAGE_ERROR)
+
+
+@bench.command("transfer")
+def bench_transfer(
+    deployment: Annotated[
+        Path | None, typer.Argument(metavar="[FILE.yaml]", help="Default: the tiny model.")
+    ] = None,
+    parts: Annotated[str, typer.Option(help="What to measure, of data,engines.")] = "data,engines",
+    items: Annotated[str, typer.Option(help="Pictures at once.")] = "1,4,16",
+    rounds: Annotated[int, typer.Option(min=1, help="How often the systems take turns.")] = 20,
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same pictures.")] = 0,
+    disk: Annotated[
+        Path | None, typer.Option(help="A folder on a disk, for vLLM's example connector.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a report with pictures.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """How embeddings get to prefill: pushed, or by the files of vLLM's example connector."""
+    from easerve.cli.bench import command
+    from easerve.cli.bench.transfer import MAX_ITEMS, OVER, PARTS, Plan
+    from easerve.config import ConfigError
+
+    try:
+        if command.read(deployment).device != "cpu":
+            raise ConfigError("bench transfer measures on a CPU; the deployment has device: cuda")
+        measured = command.read(deployment, OVER)
+        plan = Plan(
+            command.names("parts", parts, PARTS),
+            command.counts("items", items, MAX_ITEMS),
+            rounds,
+            seed,
+        )
+        output = command.Output(json_output, html)
+        raise typer.Exit(command.bench_transfer(measured, plan, disk, output))
     except ConfigError as error:
         fail(error, USAGE_ERROR)
 

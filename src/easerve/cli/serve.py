@@ -7,6 +7,7 @@ import logging
 import shlex
 import signal
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,18 +28,28 @@ from easerve.cluster.local import EngineStartError
 from easerve.config import GIB, ConfigError, Deployment, build, merge, parse_topology, read_file
 from easerve.engines.protocol import EngineError
 from easerve.engines.vllm import launch, memory, models
+from easerve.engines.vllm.topology import members
 from easerve.serve.decisions import DecisionLog, StepLog
-from easerve.types import Stage, WorkerId
+from easerve.types import WorkerId
 
 console = Console(stderr=True)
 
 
-def read(source: str, topology: str | None, over: Mapping[str, Any]) -> Deployment:
-    """The deployment: a file or a model, with the command line's options laid over it."""
+def read(
+    source: str, topology: str | None, over: Mapping[str, Any], local_prefill: bool | None = None
+) -> Deployment:
+    """The deployment: a file or a model, with the command line's options laid over it.
+
+    ``local_prefill`` switches the section of that name on, with what the file says of it, or off.
+    """
     is_file = source.endswith((".yaml", ".yml"))
     content = read_file(Path(source)) if is_file else {"model": source}
     if topology is not None:
         content = merge(content, parse_topology(topology))
+    if local_prefill is not None:
+        content = merge(content, {"local_prefill": {} if local_prefill else None})
+    if content.get("local_prefill") is not None:
+        over = {**over, "encode": {}}  # a share of a GPU is of engines that have one to themselves
     return build(merge(content, _given(over)), source if is_file else "command line")
 
 
@@ -66,8 +77,8 @@ def dry_run(deployment: Deployment, as_json: bool) -> None:
     """Print what would be started and how the memory would be used; then whether it would fit."""
     info = models.inspect(deployment.model)
     run, logs = Path("/run/easerve"), Path("/var/log/easerve")
-    specs = launch.engine_specs(deployment, run, logs, info.media_at_prefill)
     plan = memory.plan(deployment, info)
+    specs = launch.engine_specs(deployment, plan, run, logs, "<secret>", info.media_at_prefill)
     if as_json:
         _print_json(specs, plan)
     else:
@@ -81,6 +92,7 @@ def _print_json(specs: Sequence[launch.EngineSpec], plan: Sequence[memory.Row]) 
             "name": spec.worker_id,
             "stage": spec.stage,
             "devices": list(spec.devices),
+            "beside": list(spec.beside),
             "env": dict(spec.env),
             "command": spec.command(),
         }
@@ -94,10 +106,14 @@ def _print_tables(specs: Sequence[launch.EngineSpec], plan: Sequence[memory.Row]
         env = " ".join(f"{name}={shlex.quote(value)}" for name, value in spec.env.items())
         print(f"# {spec.worker_id}\n{env} \\\n  {shlex.join(spec.command())}\n")
     table = Table(title="Memory plan (GiB for each GPU of an engine; on a CPU, for each engine)")
-    for heading in ("engine", "devices", "weights", "KV cache", "activations", "of", "KV tokens"):
-        table.add_column(heading, justify="left" if heading in ("engine", "devices") else "right")
+    table.add_column("engine", no_wrap=True)
+    table.add_column("devices")
+    keeps = ("embeddings",) if any(row.embeddings for row in plan) else ()
+    for heading in ("weights", "KV cache", "activations", *keeps, "of", "KV tokens"):
+        table.add_column(heading, justify="right")
     for row in plan:
-        cells = (row.weights, row.kv_cache, row.activations, row.available)
+        kept = (row.embeddings,) if keeps else ()
+        cells = (row.weights, row.kv_cache, row.activations, *kept, row.available)
         table.add_row(
             row.worker_id,
             ",".join(map(str, row.devices)) or "cpu",
@@ -135,19 +151,21 @@ async def _serve(deployment: Deployment, log: StepLog | None) -> int:
             running.hurry()
         stop.set()
 
-    def engine_ended(worker_id: WorkerId, code: int) -> None:
+    def engine_ended(worker_id: WorkerId, code: int, restart_s: float | None) -> None:
         if running is not None:  # before that it is an EngineStartError
             how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             log = running.cluster.folders.logs / f"{worker_id}.log"
-            console.print(f"[red]{worker_id} ended ({how})[/red]; its log: {log}", soft_wrap=True)
+            again = "" if restart_s is None else f"; it is started again in {restart_s:g} s"
+            console.print(
+                f"[red]{worker_id} ended ({how})[/red]; its log: {log}{again}", soft_wrap=True
+            )
 
     with stop_signals(asked_to_stop), StartProgress(console) as progress:
         try:
             async with service(deployment, progress, engine_ended, log) as running:
                 progress.close()
-                counts = ", ".join(
-                    f"{launch.section_of(deployment, stage).replicas} {stage}" for stage in Stage
-                )
+                kinds = Counter(member.kind for member in members(deployment))
+                counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
                 console.print(
                     f"[bold]{deployment.name}[/bold] is served at {running.address}/v1 "
                     f"({counts}); ready in {progress.elapsed_s:.1f} s; Ctrl-C ends it\n"

@@ -45,16 +45,14 @@ class ForkServerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Folders:
-    """``run``: sockets and temporary files, ``shm``: embeddings, ``logs``: kept afterwards."""
+    """``run``: sockets and temporary files, ``logs``: kept afterwards."""
 
     run: Path
-    shm: Path
     logs: Path
     lock: int
 
     def remove(self) -> None:
         """Everything but the logs."""
-        shutil.rmtree(self.shm, ignore_errors=True)
         shutil.rmtree(self.run, ignore_errors=True)
 
 
@@ -76,8 +74,6 @@ def _make_folders(log_root: Path) -> Folders:
         run_root = Path(tempfile.gettempdir())
     supervisor.sweep(run_root)
     run, lock = supervisor.make_run_dir(run_root)
-    shm = supervisor.SHM_ROOT / run.name
-    shm.mkdir(mode=0o700)
     stamp = time.strftime("%Y%m%d-%H%M%S-") + run.name.removeprefix(supervisor.PREFIX)
     logs = log_root / stamp
     logs.mkdir(mode=0o700)
@@ -85,7 +81,7 @@ def _make_folders(log_root: Path) -> Folders:
     for old in sorted(log_root.iterdir())[:-KEPT_LOG_DIRS]:
         if old.name.rpartition("-")[2] not in running:
             shutil.rmtree(old, ignore_errors=True)
-    return Folders(run, shm, logs, lock)
+    return Folders(run, logs, lock)
 
 
 class LocalCluster:
@@ -101,13 +97,13 @@ class LocalCluster:
         fork_server: ForkServerSpec | None,
         on_exit: Callable[[WorkerId, int], None] = lambda worker_id, code: None,
     ) -> None:
-        self.folders, self.specs = folders, specs
+        self.folders, self.specs = folders, list(specs)
         self._fork_server, self._on_exit = fork_server, on_exit
         self.pids: dict[str, int] = {}
         self._exited: dict[str, int] = {}
         self._ready: set[str] = set()
         self._forking = asyncio.Event()
-        self._stopping = False
+        self._stopping, self._supervised = False, False
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._news: asyncio.Task[None] | None = None
@@ -133,10 +129,7 @@ class LocalCluster:
             if self._fork_server is not None and not self._forking.is_set():
                 late = {WorkerId(supervisor.FORK_SERVER): self._fork_server_log}
             raise EngineStartError(
-                "\n".join(
-                    f"{name} was not ready after {timeout_s:g} s\n{tail(log)}"
-                    for name, log in late.items()
-                )
+                "\n".join(_late(name, timeout_s, log) for name, log in late.items())
             ) from None
 
     async def _start_engines(
@@ -148,18 +141,44 @@ class LocalCluster:
             await self._start_fork_server(progress)
         for spec in self.specs:
             progress(spec.worker_id, "loading the model")
-            self._order(
-                op="start",
-                name=spec.worker_id,
-                argv=list(spec.argv) if self._fork_server else spec.command(),
-                env=dict(spec.env),
-                log=str(spec.log),
-                fork=self._fork_server is not None,
-            )
+            self._order_start(spec)
         waits = [self._until_healthy(spec, healthy, progress) for spec in self.specs]
         await _all_or_first_error(waits)
         for spec in self.specs:  # one may have ended while another still loaded
             self._check(spec.worker_id, spec.log)
+
+    @property
+    def can_start(self) -> bool:
+        """Whether an engine could be started now."""
+        forks = self._fork_server is not None
+        forker_ended = forks and supervisor.FORK_SERVER in self._exited
+        return self._supervised and not self._stopping and not forker_ended
+
+    async def restart(
+        self,
+        worker_id: WorkerId,
+        healthy: Callable[[EngineSpec], Awaitable[bool]],
+        timeout_s: float,
+    ) -> None:
+        """Start an engine whose process has ended again; returns when it is healthy.
+
+        Raises EngineStartError. An engine that is late is killed, which ``on_exit`` then hears of.
+        """
+        if not self.can_start:
+            raise EngineStartError(f"{worker_id} cannot be started again: its parent has ended")
+        assert worker_id not in self.pids, "there are never two of an engine"
+        index = next(i for i, spec in enumerate(self.specs) if spec.worker_id == worker_id)
+        spec = self.specs[index] = self.specs[index].again()
+        for address in filter(None, (spec.socket, spec.inbox)):
+            address.unlink(missing_ok=True)
+        self._exited.pop(worker_id)
+        self._order_start(spec)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._until_healthy(spec, healthy, lambda *_: None)
+        except TimeoutError:
+            self._order(op="kill", name=worker_id)
+            raise EngineStartError(_late(spec.worker_id, timeout_s, spec.log)) from None
 
     async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
         """End the engines; returns when nothing of them is left."""
@@ -182,6 +201,7 @@ class LocalCluster:
     # Supervisor -------------------------------------------------------------------------------
 
     async def _start_supervisor(self) -> None:
+        self._supervised = True
         reader, self._writer = await asyncio.open_connection(sock=self._spawn_supervisor())
         self._news = asyncio.create_task(self._hear(reader))
 
@@ -190,9 +210,8 @@ class LocalCluster:
         with theirs, (self.folders.logs / "supervisor.log").open("wb") as log:
             fd = theirs.fileno()
             module = "easerve.cluster.supervisor"
-            folders = (str(self.folders.run), str(self.folders.shm))
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(fd), *folders],
+                [sys.executable, "-m", module, str(fd), str(self.folders.run)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -238,6 +257,16 @@ class LocalCluster:
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             raise EngineStartError(f"{name} ended with {how} before it was ready\n{tail(log)}")
 
+    def _order_start(self, spec: EngineSpec) -> None:
+        self._order(
+            op="start",
+            name=spec.worker_id,
+            argv=list(spec.argv) if self._fork_server else spec.command(),
+            env=dict(spec.env),
+            log=str(spec.log),
+            fork=self._fork_server is not None,
+        )
+
     def _order(self, **order: Any) -> None:
         assert self._writer is not None
         self._writer.write(json.dumps(order).encode() + b"\n")
@@ -253,6 +282,7 @@ class LocalCluster:
                     self._forking.set()
                 elif "exited" in news:
                     self._exit(news["exited"], news["code"])
+        self._supervised = False
         for name in list(self.pids):
             self._exit(name, -9)
 
@@ -271,6 +301,10 @@ async def _all_or_first_error(waits: Sequence[Awaitable[None]]) -> None:
     finally:
         for task in tasks:
             task.cancel()
+
+
+def _late(name: str, timeout_s: float, log: Path) -> str:
+    return f"{name} was not ready after {timeout_s:g} s\n{tail(log)}"
 
 
 def tail(log: Path, num_lines: int = LOG_TAIL_LINES) -> str:

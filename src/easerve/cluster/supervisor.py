@@ -1,10 +1,11 @@
 """The process that owns the engines of one host.
 
-Run as ``python -m easerve.cluster.supervisor FD RUN_DIR SHM_DIR``. FD is a stream socket with a
-JSON object per line. Orders:
+Run as ``python -m easerve.cluster.supervisor FD RUN_DIR``. FD is a stream socket with a JSON object
+per line. Orders:
 
 * ``{"op": "fork server", "argv", "env", "log"}``: start the process that CPU engines fork from;
 * ``{"op": "start", "name", "argv", "env", "log", "fork"}``: start an engine, forked or not;
+* ``{"op": "kill", "name"}``: end an engine at once;
 * ``{"op": "stop", "grace_s"}``: end every engine, then this process.
 
 News: ``{"started": name, "pid"}``, ``{"exited": name, "code"}`` (code: minus the signal number
@@ -13,7 +14,7 @@ when a signal ended it), ``{"forking": true}``, ``{"stopped": true}``.
 The lock of RUN_DIR is inherited as an open file. When the socket closes, whoever gave the orders
 is gone, however it went: every engine is killed.
 When this process itself is killed, the kernel kills the engines (``site/sitecustomize.py``).
-Nothing survives in RUN_DIR and SHM_DIR either way, or at the next start (``sweep``).
+Nothing survives in RUN_DIR either way, or at the next start (``sweep``).
 """
 
 import contextlib
@@ -39,13 +40,12 @@ PR_SET_CHILD_SUBREAPER = 36
 PARENT_PID = "EASERVE_PARENT_PID"  # as in site/sitecustomize.py
 PREFIX = "easerve-"
 LOCK = "lock"
-SHM_ROOT = Path("/dev/shm")  # noqa: S108 (shared memory is what it is for)
 FORK_SERVER = "fork server"
 
 
 class Supervisor:
-    def __init__(self, control: socket.socket, run_dir: Path, shm_dir: Path) -> None:
-        self._control, self._run_dir, self._shm_dir = Peer(control), run_dir, shm_dir
+    def __init__(self, control: socket.socket, run_dir: Path) -> None:
+        self._control, self._run_dir = Peer(control), run_dir
         self._names: dict[int, str] = {}  # pid -> engine or fork server
         self._forker: Peer | None = None
         self._selector = selectors.DefaultSelector()
@@ -85,6 +85,8 @@ class Supervisor:
                     self._forker.send(order)
                 case "start":
                     self._spawn(order, order["name"])
+                case "kill":
+                    self._kill(order["name"])
                 case "stop":
                     self._end(order["grace_s"])
 
@@ -140,6 +142,11 @@ class Supervisor:
             _kill_group(pid)  # what an engine leaves behind goes with it
             self._control.send({"exited": name, "code": code})
 
+    def _kill(self, name: str) -> None:
+        for pid in [pid for pid, each in self._names.items() if each == name]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
     def _end(self, grace_s: float) -> None:
         """End every engine and this process; remove what they kept on this host."""
         deadline = time.monotonic() + grace_s
@@ -153,7 +160,6 @@ class Supervisor:
         for pid in self._names:
             _kill_group(pid)
         _reap_all()
-        shutil.rmtree(self._shm_dir, ignore_errors=True)
         shutil.rmtree(self._run_dir, ignore_errors=True)
         self._control.send({"stopped": True})
         os._exit(0)
@@ -220,13 +226,12 @@ def sweep(run_root: Path) -> None:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             continue  # alive, somebody else's, or just being made
-        shutil.rmtree(SHM_ROOT / run_dir.name, ignore_errors=True)
         shutil.rmtree(run_dir, ignore_errors=True)
 
 
 def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    Supervisor(socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2]), Path(sys.argv[3])).run()
+    Supervisor(socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2])).run()
 
 
 if __name__ == "__main__":

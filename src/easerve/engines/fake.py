@@ -1,7 +1,7 @@
 """Engines without a model: the same protocol, paced by a cost model, strict about its rules.
 
-They let the whole server run in tests without vLLM. An embedding is a real file in the folder that
-the router names; a KV handle is used once; both are counted, so that a leak or a second use shows.
+They let the whole server run in tests without vLLM. An embedding must be pushed to the engine that
+prefills with it; a KV handle is used once; both are counted, so that a leak or a second use shows.
 The answer is a function of prompt, pictures and seed, so that a mix-up shows, too.
 """
 
@@ -9,17 +9,18 @@ import asyncio
 import contextlib
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 from easerve.costs.linear import LinearCosts
 from easerve.engines.protocol import (
+    Bundle,
     Delta,
     EmbeddingMissingError,
     EncodeCall,
+    Encoded,
     EngineError,
     Prefilled,
     Prompt,
@@ -28,6 +29,8 @@ from easerve.engines.protocol import (
 from easerve.types import MediaItem, Modality, Stage, WorkerId
 
 TOKENS_PER_ITEM = 4
+BYTES_PER_ITEM = 1024
+GRACE_S = 0.05
 PLACEHOLDER = 1
 FIRST_TOKEN = 100
 # What the fake engines read in a request's body; vLLM turns a format into structured outputs.
@@ -43,13 +46,53 @@ class KvCache:
     keys: tuple[str, ...]
 
 
+class Store:
+    """The embeddings that a prefill engine has: the last ``capacity`` that came, by key."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self.keys: dict[str, None] = {}
+        self._evicted: list[str] = []
+        self._bundles: list[Bundle] = []
+        self._arrived = asyncio.Condition()
+
+    async def push(self, keys: Sequence[str]) -> None:
+        """A bundle comes."""
+        self._bundles.append(Bundle(len(keys), BYTES_PER_ITEM * len(keys), 0.0))
+        async with self._arrived:
+            self.keys |= dict.fromkeys(keys)
+            while len(self.keys) > self._capacity:
+                self.lose(next(iter(self.keys)))
+            self._arrived.notify_all()
+
+    def lose(self, key: str) -> None:
+        """Evict one."""
+        del self.keys[key]
+        self._evicted.append(key)
+
+    async def missing(self, keys: Collection[str], timeout_s: float) -> tuple[str, ...]:
+        """What has not come in time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s), self._arrived:
+                await self._arrived.wait_for(lambda: self.keys.keys() >= set(keys))
+        return tuple(key for key in keys if key not in self.keys)
+
+    def news(self) -> tuple[tuple[Bundle, ...], tuple[str, ...]]:
+        """Bundles that came and keys that went since it was last asked."""
+        news = tuple(self._bundles), tuple(self._evicted)
+        self._bundles, self._evicted = [], []
+        return news
+
+
 @dataclass(slots=True)
 class Fabric:
-    """What connects the fake engines: the KV caches that prefill holds, by handle.
+    """What connects the fake engines: embeddings by who has them, KV caches by handle.
 
-    ``uses``: how often each handle was pulled; more than once is wrong.
+    ``stores``: of the prefill engines that are there. ``uses``: how often each handle was pulled;
+    more than once is wrong.
     """
 
+    stores: dict[WorkerId, Store] = field(default_factory=dict)
     kv: dict[int, KvCache] = field(default_factory=dict)
     uses: Counter[int] = field(default_factory=Counter)
     handles: "count[int]" = field(default_factory=count)
@@ -62,19 +105,15 @@ def words(text: str, keys: Sequence[str], seed: int | None = None) -> list[str]:
     return [f" w{digest[i : i + 4]}" for i in range(0, 64, 4)]
 
 
-def publish(call: EncodeCall) -> None:
-    """Leave the embedding where prefill looks for it; a folder that is gone is nobody's."""
-    with contextlib.suppress(FileNotFoundError):
-        Path(call.folder, f"{call.media.key}.json").touch()
-
-
 class FakeEngine:
     """One stage, which does as it is told.
 
     ``failures``, by the method: raised by its next calls in turn. ``permits``, by the method: each
     of its calls, and each token of decode, waits for one. ``dead``: every call fails.
     ``num_pieces``: that decode has given. ``refused``, ``deadly``: keys of pictures; a call to
-    encode with one of them is refused, or the engine dies of it. ``encoded``: how often each was.
+    encode with one of them is refused, or the engine dies of it. ``encoded``: how often each was,
+    ``resent``: how often it was pushed again without a forward. ``lost``: keys whose next push gets
+    lost. ``cache_items``: embeddings that it keeps. ``timeout_s``: that prefill waits for them.
     """
 
     def __init__(
@@ -85,9 +124,16 @@ class FakeEngine:
         costs: LinearCosts = INSTANT,
         num_slots: int = 256,
         max_batch_tokens: int = 2048,
+        beside: tuple[WorkerId, ...] = (),
+        cache_items: int = 1 << 30,
+        timeout_s: float = 30.0,
     ) -> None:
-        self.worker_id, self.stage = worker_id, stage
+        self.worker_id, self.stage, self.beside = worker_id, stage, beside
         self.num_slots, self.max_batch_tokens = num_slots, max_batch_tokens
+        self._timeout_s = timeout_s
+        self.store = Store(cache_items)
+        if stage is Stage.PREFILL:
+            fabric.stores[worker_id] = self.store
         self._fabric, self._costs = fabric, costs
         self.failures: defaultdict[str, list[Exception]] = defaultdict(list)
         self.permits: dict[str, asyncio.Semaphore] = {}
@@ -98,6 +144,8 @@ class FakeEngine:
         self.refused: set[str] = set()
         self.deadly: set[str] = set()
         self.encoded: Counter[str] = Counter()
+        self.resent: Counter[str] = Counter()
+        self.lost: set[str] = set()
 
     def _begin(self, call: str) -> None:
         self.calls[call] += 1
@@ -130,31 +178,47 @@ class FakeEngine:
             body,
         )
 
-    async def encode(self, calls: Sequence[EncodeCall]) -> None:
+    async def encode(self, calls: Sequence[EncodeCall]) -> Encoded:
         self._begin("encode")
         self.encode_calls.append(len(calls))
-        await self._work("encode", self._costs.encode_s(len(calls), TOKENS_PER_ITEM * len(calls)))
         keys = {call.media.key for call in calls}
+        new = keys - self.store.keys.keys()
+        await self._work("encode", self._costs.encode_s(len(new), TOKENS_PER_ITEM * len(new)))
         if keys & self.refused:
             raise EngineError("an item cannot be encoded", 400)
         self.dead |= bool(keys & self.deadly)
         self._check("encode")
-        for call in calls:
-            publish(call)
-            self.encoded[call.media.key] += 1
+        self.encoded.update(new)
+        self.resent.update(keys - new)
+        await self.store.push(sorted(new))
+        for destination in sorted({each for call in calls for each in call.destinations}):
+            wanted = [call.media.key for call in calls if destination in call.destinations]
+            sent = [key for key in wanted if key not in self.lost]
+            store = self._fabric.stores.get(destination)
+            if sent and store is not None:  # one that is gone gets nothing
+                await store.push(sent)
+        self.lost -= keys
+        _, evicted = self.store.news()
+        return Encoded(evicted)
 
-    async def prefill(self, prompt: Prompt, folder: Path | None) -> Prefilled:
+    async def prefill(self, prompt: Prompt, coming: bool) -> Prefilled:
         self._begin("prefill")
-        for item in prompt.items:
-            if folder is None or not (folder / f"{item.key}.json").exists():
-                raise EmbeddingMissingError(f"no embedding of {item.key}", 500)
+        keys = [item.key for item in prompt.items]
+        clock = asyncio.get_running_loop().time
+        begin_s = clock()
+        if missing := await self.store.missing(keys, self._timeout_s if coming else GRACE_S):
+            self._check("prefill")
+            raise EmbeddingMissingError(f"no embeddings of {missing}", 500, missing)
+        wait_s = clock() - begin_s
         await self._work("prefill", self._costs.prefill_s(len(prompt.token_ids)))
         cache = KvCache(str(prompt.sampling["prompt"]), tuple(item.key for item in prompt.items))
+        bundles, evicted = self.store.news()
         if prompt.max_new_tokens <= 1 and decides(prompt):
-            return Prefilled(answer=_deltas(cache, prompt)[0])
+            answer = _deltas(cache, prompt)[0]
+            return Prefilled({}, answer, wait_s, bundles, evicted)
         handle = next(self._fabric.handles)
         self._fabric.kv[handle] = cache
-        return Prefilled({"handle": handle}, load_s=0.0)
+        return Prefilled({"handle": handle}, None, wait_s, bundles, evicted)
 
     async def decode(self, prompt: Prompt, handle: Mapping[str, Any]) -> AsyncIterator[Delta]:
         self._begin("decode")

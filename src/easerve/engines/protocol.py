@@ -7,7 +7,6 @@ for prompts with media, on a prefill engine for text) and ``health``.
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from pathlib import Path
 from typing import Any, Protocol
 
 from easerve.types import MediaItem, Stage, WorkerId
@@ -41,7 +40,11 @@ class EngineError(Exception):
 
 
 class EmbeddingMissingError(EngineError):
-    """Prefill found that an embedding is not there."""
+    """Prefill does not have the embeddings of the items with these ``keys``."""
+
+    def __init__(self, message: str, status: int | None, keys: tuple[str, ...]) -> None:
+        super().__init__(message, status)
+        self.keys = keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +92,33 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class EncodeCall:
-    """One item of an encoder call: its media, its placeholder token, the folder that wants it."""
+    """One item of an encoder call: its media, its placeholder token.
+
+    ``destinations``: the prefill engines that its embedding is pushed to.
+    """
 
     media: Media
     placeholder: int
-    folder: Path
+    destinations: tuple[WorkerId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """``evicted``: keys of items that the encoder keeps no longer, since it last said so."""
+
+    evicted: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """Embeddings that one encoder step pushed to one prefill engine.
+
+    ``usable_s``: from the push to when the engine could use them.
+    """
+
+    num_items: int
+    num_bytes: int
+    usable_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,32 +148,47 @@ class Prefilled:
     """What prefill made: the single-use handle of the KV cache, or the answer.
 
     ``answer``: the first token, when it ended the answer and there is nothing to decode.
-    ``load_s``: how long the engine took to read the embeddings, where it says so.
+    ``wait_s``: how long the engine waited for the request's embeddings, where it says so.
+    ``bundles``: that came to the engine since it last said so, ``evicted``: keys of items that it
+    keeps no longer since then.
     """
 
     handle: Mapping[str, Any] = field(default_factory=dict)
     answer: Delta | None = None
-    load_s: float | None = None
+    wait_s: float | None = None
+    bundles: tuple[Bundle, ...] = ()
+    evicted: tuple[str, ...] = ()
 
 
 class Engine(Protocol):
-    """``num_slots``: requests it runs at once. ``max_batch_tokens``: of one call to an encoder."""
+    """``num_slots``: requests it runs at once. ``max_batch_tokens``: of one call to an encoder.
+
+    ``beside``: the encoders whose devices a local prefill engine shares; of any other none.
+    """
 
     worker_id: WorkerId
     stage: Stage
     num_slots: int
     max_batch_tokens: int
+    beside: tuple[WorkerId, ...]
 
     async def render(self, body: Mapping[str, Any]) -> Prompt:
         """Tokens of an OpenAI request (``messages`` or a ``prompt``); runs no model."""
         ...
 
-    async def encode(self, calls: Sequence[EncodeCall]) -> None:
-        """One call, one encoder forward; publishes each embedding in its folder."""
+    async def encode(self, calls: Sequence[EncodeCall]) -> Encoded:
+        """One call, one encoder forward; pushes the embeddings, a bundle per destination.
+
+        An item that the encoder still has is pushed without a forward.
+        """
         ...
 
-    async def prefill(self, prompt: Prompt, folder: Path | None) -> Prefilled:
-        """Prefill and hold the KV cache for one decode; ``folder`` has the embeddings."""
+    async def prefill(self, prompt: Prompt, coming: bool) -> Prefilled:
+        """Prefill and hold the KV cache for one decode.
+
+        ``coming``: embeddings are still on their way and waited for; else all should be there, and
+        one that is not is an EmbeddingMissingError soon.
+        """
         ...
 
     def decode(self, prompt: Prompt, handle: Mapping[str, Any]) -> AsyncIterator[Delta]:

@@ -14,17 +14,21 @@ from typing import TypeAlias, assert_never
 from easerve.policy import events as ev
 from easerve.policy.admission import Admission
 from easerve.policy.arrivals import Arrivals
+from easerve.policy.directory import Directory
 from easerve.policy.encoding import Batch, Encoding, requests_of
 from easerve.policy.estimates import Estimates
 from easerve.policy.flow import Flow
 from easerve.policy.knobs import Knobs
 from easerve.policy.lifecycle import REQUEST, LegState, RequestState
 from easerve.policy.microbatch import Closing, MicroBatcher
+from easerve.policy.offload import Offload
+from easerve.policy.placing import Placing
 from easerve.policy.pool import Pool, Worker
 from easerve.policy.queues import Queues, prepares
 from easerve.policy.state import Leg, Request
-from easerve.types import NS_PER_S, BatchId, Reason, RequestId, Stage, WorkerId
+from easerve.types import NS_PER_S, BatchId, Reason, RequestId, Side, Stage, WorkerId
 
+HELD = "the encoder has them"
 PrefillEvent: TypeAlias = ev.PrefillFinished | ev.PrefillFailed | ev.EmbeddingMissing
 DecodeEvent: TypeAlias = ev.FirstToken | ev.DecodeFinished | ev.DecodeFailed
 
@@ -54,6 +58,8 @@ class Core:
         self._num_bytes = 0  # of the open requests
         self._queues = Queues()
         self._encoding = Encoding(knobs)
+        self._directory = Directory()
+        self._placing = Placing(knobs, self.pool, self._directory, self._flow.times)
         self._batcher = MicroBatcher(knobs, self._encoding, self._flow.times)
         self._actions: list[ev.Action] = []
         self._now_ns = 0
@@ -70,7 +76,9 @@ class Core:
         self._prepare_again()
         self._batcher.wake_ns = self._flow.wake_ns = None
         self._dispatch_encode()
-        self._dispatch_prefill()
+        while self._dispatch_prefill():
+            self._expire()  # it may be held back for an engine that has been missing for too long
+            self._dispatch_encode()
         actions, self._actions = self._actions, []
         return actions
 
@@ -98,6 +106,15 @@ class Core:
         return self._flow.knobs
 
     @property
+    def offload(self) -> Offload:
+        """The sides that prefills go to."""
+        return self._placing.offload
+
+    def backlogs_s(self, now_ns: int) -> dict[Side, float]:
+        """Of the least loaded prefill engine of each side, in seconds."""
+        return self._placing.backlogs_s(now_ns)
+
+    @property
     def arrivals(self) -> Arrivals:
         """Of requests with media, at the encode queue."""
         return self._batcher.arrivals
@@ -113,22 +130,22 @@ class Core:
 
     def _handle(self, event: ev.Event) -> None:
         match event:
-            case ev.WorkerJoined():
+            case ev.WorkerJoined() | ev.WorkerLost():
                 self._worker_lost(event.worker_id)  # one that comes back has lost what it held
-                self.pool.join(Worker(*astuple(event)))
-            case ev.WorkerLost():
-                self._worker_lost(event.worker_id)
+                if isinstance(event, ev.WorkerJoined):
+                    self.pool.join(Worker(*astuple(event)))
             case ev.KnobsChanged():
                 self._flow.knobs = event.knobs
                 self._batcher.retune(event.knobs)
+                self.offload.retune(event.knobs)
+            case ev.Evicted():
+                self._directory.dropped(event.worker_id, event.keys)
             case ev.Draining():
                 self._batcher.draining = True
             case ev.RequestReceived():
                 self._received(event)
-            case ev.EncodeFinished():
-                self._encode_finished(event.batch_id)
-            case ev.EncodeFailed():
-                self._encode_failed(event.batch_id, event.retryable)
+            case ev.EncodeFinished() | ev.EncodeFailed():
+                self._encode_ended(event)
             case ev.ClientCancelled():
                 if event.request_id in self._requests:
                     self._close(self._requests[event.request_id], "cancelled")
@@ -156,10 +173,16 @@ class Core:
         if media:
             for item in request.items:
                 self._flow.times.seen(item)
-            if self._encoding.add(request, self._now_ns):
+            unknown = [
+                index
+                for index, item in enumerate(request.items)
+                if next(self._directory.holders(item.key), None) is None
+            ]
+            new = [self._encoding.want(request, index, self._now_ns) for index in unknown]
+            if any(new):
                 self._batcher.arrivals.observe(self._now_ns)
             if not request.pending:
-                self._encoded(request)
+                self._sent(request)
         else:
             self._queues.add_legs(request)
 
@@ -173,11 +196,11 @@ class Core:
             return
         match event:
             case ev.PrefillFinished():
-                self._prefill_finished(request, leg, event.final)
+                self._prefill_finished(request, leg, event)
             case ev.PrefillFailed():
                 self._legs_failed(request, [leg], event.retryable, Reason.PREFILL_FAILED)
             case ev.EmbeddingMissing():
-                self._embedding_missing(request, leg)
+                self._embedding_missing(request, leg, event.keys)
             case ev.FirstToken():
                 leg.started = True
             case ev.DecodeFinished():
@@ -239,59 +262,114 @@ class Core:
         started = True
         while started:
             started = False
-            gate = self._flow.opening(self.pool, self._now_ns)
-            backlog_s = self._flow.backlog_s(self.pool, self._now_ns)
-            for closing in self._batcher.close(self.pool, gate, backlog_s, self._now_ns):
+            least_s, most_s = self._placing.least_and_most_s(self._now_ns)
+            gate = self._flow.opening(self.pool, most_s, self._now_ns)
+            for closing in self._batcher.close(self.pool, gate, least_s, self._now_ns):
                 self._start_encode(closing)
                 started = True
 
     def queue_s(self) -> float:
         """Seconds until all that waits for Encode has passed it; 0 while there is no engine."""
-        return self._flow.queue_s(self.pool, self._encoding.num_queued)
+        return self._flow.queue_s(self.pool, self._encoding.num_queued, self._placing.num_prefills)
 
     def _start_encode(self, closing: Closing) -> None:
-        batch_id, batch = self._encoding.start(closing.entries, closing.worker.worker_id)
+        """Its destinations are drawn first. Prefill starts with it, and waits for what comes."""
+        requests, encoder_id = requests_of(closing.entries), closing.worker.worker_id
+        self._placing.place(requests, self._now_ns, encoder_id)
+        batch_id, batch = self._encoding.start(closing.entries, encoder_id)
         closing.worker.start(batch_id, batch.num_tokens, self._now_ns)
-        for request in requests_of(batch.entries):
+        self._call_encoder(batch_id, batch, closing.decision)
+        for request in requests:
             self._flow.let_pass(request)
-        items = tuple(
-            ev.EncodeItem(
-                entry.item,
-                tuple(
-                    ev.Waiter(request.request_id, index, self._place(request).worker_id)
-                    for request, index in entry.waiters
-                ),
-            )
-            for entry in batch.entries
-        )
-        self._actions.append(ev.StartEncode(batch_id, batch.worker_id, items, closing.decision))
+            self._supply(request)
+            if not request.pending:
+                self._sent(request)
 
-    def _encode_finished(self, batch_id: BatchId) -> None:
-        batch = self._encoding.take(batch_id)
+    def _call_encoder(self, batch_id: BatchId, batch: Batch, decision: ev.Decision) -> None:
+        items = []
+        for entry in batch.entries:
+            waiters = []
+            for request, index in entry.waiters:
+                assert request.destination is not None, "drawn before the batch is started"
+                waiters.append(ev.Waiter(request.request_id, index, request.destination))
+            items.append(ev.EncodeItem(entry.item, tuple(waiters)))
+        self._actions.append(
+            ev.StartEncode(batch_id, batch.worker_id, tuple(items), decision, batch.forward)
+        )
+
+    def _supply(self, request: Request) -> None:
+        """See to it that every embedding is at its destination, or on the way there.
+
+        It comes from an encoder that has it, or is encoded. What is queued, or under way to
+        somewhere else, is waited for.
+        """
+        destination, sending = request.destination, dict[WorkerId, list[int]]()
+        assert destination is not None, "drawn before anything is sent"
+        for index, item in enumerate(request.items):
+            if index in request.pending or self._directory.holds(destination, item.key):
+                continue
+            holder = self._encoder_with(item.key, request)
+            if holder is None or self._encoding.has(item.key):
+                self._encoding.want(request, index, self._now_ns)
+            else:
+                sending.setdefault(holder, []).append(index)
+        for encoder_id, indices in sending.items():
+            sent = self._encoding.send(request, indices, encoder_id, self._now_ns)
+            self._call_encoder(*sent, self._batcher.decision(sent[1].entries, HELD, self._now_ns))
+
+    def _encoder_with(self, key: str, request: Request) -> WorkerId | None:
+        """An encoder that has an embedding, and has not failed the request."""
+        holders = (each for each in self._directory.holders(key) if each not in request.avoid)
+        workers = map(self.pool.get, holders)
+        encoders = (each.worker_id for each in workers if each and each.stage is Stage.ENCODE)
+        return next(encoders, None)
+
+    def _encode_ended(self, event: ev.EncodeFinished | ev.EncodeFailed) -> None:
+        batch = self._encoding.take(event.batch_id)
         if batch is None:
             return
-        worker = self.pool.get(batch.worker_id)
+        worker, seconds = self.pool.get(batch.worker_id), None
         assert worker is not None, "the batches of a lost engine are forgotten"
-        self._flow.times.encode.observe(batch.num_tokens, worker.finish(batch_id, self._now_ns))
+        if batch.forward:
+            since_ns = worker.running[event.batch_id]
+            seconds = worker.finish(event.batch_id, since_ns, self._now_ns)
+        if isinstance(event, ev.EncodeFailed):
+            self._encode_failed(batch, event.retryable)
+            return
+        if seconds is not None:
+            self._flow.times.encode.observe(batch.num_tokens, seconds)
+        for entry in batch.entries:
+            for holder in (batch.worker_id, *sorted(entry.destinations)):
+                if self.pool.get(holder) is not None:
+                    self._directory.gained(holder, entry.item.key)
         for request in self._encoding.finished(batch):
-            self._encoded(request)
+            self._sent(request)
+        for request in requests_of(batch.entries):
+            self._begin_prefills(request)
 
-    def _encoded(self, request: Request) -> None:
-        """Every embedding is there; it has passed the gate unless others had asked for them all."""
-        request.state = REQUEST.next(request.state, "embeddings there")
+    def _begin_prefills(self, request: Request) -> None:
+        """Those that wait for nothing else, now that something has come."""
+        for leg in request.legs:
+            worker = self.pool.get(leg.worker_id) if leg.state is LegState.PREFILLING else None
+            if worker is not None and not self._encoding.is_coming(request, worker.worker_id):
+                worker.begin((request.request_id, leg.index), self._now_ns)
+
+    def _sent(self, request: Request) -> None:
+        """Nothing holds its prefill back any more."""
+        request.state = REQUEST.next(request.state, "embeddings sent")
         self._queues.add_legs(request)
 
-    def _encode_failed(self, batch_id: BatchId, retryable: bool) -> None:
-        batch = self._encoding.take(batch_id)
-        if batch is None:
-            return
-        worker = self.pool.get(batch.worker_id)
-        assert worker is not None, "the batches of a lost engine are forgotten"
-        worker.finish(batch_id, self._now_ns)
+    def _held_back(self, request: Request) -> None:
+        """Something is to be encoded again; prefills that run wait for it."""
+        if request.pending and request.state is RequestState.GENERATING:
+            request.state = REQUEST.next(request.state, "to be encoded again")
+            self._queues.drop(request)
+
+    def _encode_failed(self, batch: Batch, retryable: bool) -> None:
         if retryable:
             self._encode_again([batch], Reason.ENCODE_FAILED)
         elif len(batch.entries) > 1:
-            self._encoding.put_back(batch, 2)  # an item at fault is alone in the end
+            self._put_back(batch, 2)  # an item at fault is alone in the end
         else:
             for request in requests_of(batch.entries):
                 self._fail(request, Reason.ENCODE_FAILED)
@@ -306,45 +384,79 @@ class Core:
             if not self._may_retry(request):
                 self._fail(request, reason)
         for batch in batches:
-            self._encoding.put_back(batch, len(batch.entries))
+            self._put_back(batch, len(batch.entries))
+
+    def _put_back(self, batch: Batch, num_parts: int) -> None:
+        self._encoding.put_back(batch, num_parts)
+        for request in requests_of(batch.entries):
+            self._held_back(request)
 
     # Prefill and decode -----------------------------------------------------------------------
 
-    def _dispatch_prefill(self) -> None:
-        if not self.pool.has(Stage.PREFILL, Stage.DECODE):
-            return
+    def _dispatch_prefill(self) -> bool:
+        """Start what may start; whether an encoder is needed for something after all."""
+        if not self._queues.legs or not self.pool.has(Stage.PREFILL, Stage.DECODE):
+            return False
         idle = self.pool.pick(Stage.ENCODE, max_work=0)
-        gate = self._flow.opening(self.pool, self._now_ns, idle_encoder=idle is not None)
+        _, most_s = self._placing.least_and_most_s(self._now_ns)
+        gate = self._flow.opening(self.pool, most_s, self._now_ns, idle_encoder=idle is not None)
+        held_back = False
         for request, leg in self._queues.take_legs():
             if not gate.admits(request):
                 self._queues.legs.append((request, leg))
                 continue
             self._flow.let_pass(request)
-            planned = request.destination
-            worker = self._place(request)
-            holds_embeddings = bool(request.items) and planned == worker.worker_id
-            leg.move("prefill started")
-            leg.worker_id = worker.worker_id
-            worker.release(request.request_id)  # held by the request until a leg holds it
-            key = (request.request_id, leg.index)
-            worker.start(key, request.shape.num_prompt_tokens, self._now_ns)
-            self._actions.append(
-                ev.StartPrefill(
-                    request.request_id,
-                    leg.index,
-                    leg.attempt,
-                    worker.worker_id,
-                    "holds its embeddings" if holds_embeddings else "least backlog",
-                    resume=leg.started,
-                )
-            )
+            self._placing.place([request], self._now_ns)
+            self._supply(request)
+            if request.pending:  # all of its legs come again when it is supplied
+                self._held_back(request)
+                held_back = True
+            else:
+                self._start_prefill(request, leg)
+        return held_back
 
-    def _prefill_finished(self, request: Request, leg: Leg, final: bool) -> None:
+    def _start_prefill(self, request: Request, leg: Leg) -> None:
+        worker = self.pool.get(request.destination)
+        assert worker is not None, "it was placed in this step"
+        assert request.placement is not None, "it was placed in this step"
+        leg.move("prefill started")
+        leg.worker_id, leg.since_ns, leg.num_missed = (
+            worker.worker_id,
+            self._now_ns,
+            request.num_missed,
+        )
+        worker.release(request.request_id)  # held by the request until a leg holds it
+        key = request.request_id, leg.index
+        coming = self._encoding.is_coming(request, worker.worker_id)
+        worker.hold(key, request.shape.num_prompt_tokens)
+        if not coming:
+            worker.begin(key, self._now_ns)
+        held = [
+            index
+            for index, item in enumerate(request.items)
+            if index not in request.sent and self._directory.holds(worker.worker_id, item.key)
+        ]
+        self._actions.append(
+            ev.StartPrefill(
+                request.request_id,
+                leg.index,
+                leg.attempt,
+                worker.worker_id,
+                request.chosen,
+                request.placement,
+                coming,
+                len(held),
+                resume=leg.started,
+            )
+        )
+
+    def _prefill_finished(self, request: Request, leg: Leg, event: ev.PrefillFinished) -> None:
         worker = self.pool.get(leg.worker_id)
         assert worker is not None, "a leg that runs has a worker"
-        seconds = worker.finish((request.request_id, leg.index), self._now_ns)
+        since_ns = leg.since_ns + int(event.wait_s * NS_PER_S)
+        seconds = worker.finish((request.request_id, leg.index), since_ns, self._now_ns)
         self._flow.times.prefilled(seconds, request.shape.num_prompt_tokens)
-        if final:
+        if event.final:
             leg.move("first token was the last")
             self._leg_done(request, leg)
             return
@@ -399,17 +511,18 @@ class Core:
         prefilling = leg.state is LegState.PREFILLING
         leg.move("prefill retried" if prefilling else "decode retried")
 
-    def _embedding_missing(self, request: Request, leg: Leg) -> None:
-        """The first leg that misses it has the items encoded again, for all legs."""
-        first = request.state is RequestState.GENERATING
-        if first and not (request.items and self._may_retry(request)):
-            self._fail(request, Reason.ENCODE_FAILED)
-            return
+    def _embedding_missing(self, request: Request, leg: Leg, keys: Sequence[str]) -> None:
+        """They are sent again, or encoded again where no encoder has them, once for all legs."""
+        assert leg.worker_id is not None, "a leg that runs has a worker"
+        self._directory.dropped(leg.worker_id, keys)
+        if leg.num_missed == request.num_missed:
+            request.num_missed += 1
+            if not self._may_retry(request):
+                self._fail(request, Reason.ENCODE_FAILED)
+                return
         self._take_back(request, leg)
-        if first:
-            request.state = REQUEST.next(request.state, "embedding missing")
-            self._queues.drop(request)
-            self._encoding.add(request, self._now_ns, again=True)
+        if request.state is RequestState.GENERATING:
+            self._queues.legs.append((request, leg))
 
     def _leg_done(self, request: Request, leg: Leg) -> None:
         self._hand_over(request, leg, None)
@@ -421,6 +534,7 @@ class Core:
     def _worker_lost(self, worker_id: WorkerId) -> None:
         if not self.pool.lose(worker_id):
             return
+        self._directory.lost(worker_id)
         self._encode_again(self._encoding.lost(worker_id), Reason.WORKER_LOST)
         for request in list(self._requests.values()):
             if request.destination == worker_id:
@@ -435,16 +549,6 @@ class Core:
         if request.destination == worker_id:
             self.pool.release(worker_id, request.request_id)
             request.destination = None
-
-    def _place(self, request: Request) -> Worker:
-        """The prefill worker of a request: one for all its items and legs, until that one fails."""
-        worker = self.pool.get(request.destination)
-        if worker is None:
-            worker = self.pool.pick(Stage.PREFILL, request.avoid)
-            assert worker is not None, "callers have checked that there is one"
-            request.destination = worker.worker_id
-        worker.hold(request.request_id, request.shape.num_prompt_tokens)
-        return worker
 
     # Ends -------------------------------------------------------------------------------------
 

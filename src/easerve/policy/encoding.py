@@ -1,11 +1,13 @@
 """The pooled encode queue of all encoders, and the batches under way.
 
-An item is known by its key: it is queued or being encoded once, however many requests wait for it,
-and not again while an open request has its embedding. Items that one forward can take together are
-of one ``Kind``; a queue for each kind is in order of ``Knobs.order``. Of several batches that could
-go, the one with the first item goes, so that an odd item waits for those before it only. Items of a
-batch that failed are suspects: they are a kind of their own, smaller with each failure, until the
-one at fault is alone.
+An item is known by its key: it is queued or being encoded once, however many requests wait for it.
+What is under way goes to the destinations of those who waited when its batch was started; whoever
+comes later, or wants it elsewhere, waits until it is there and has it sent on.
+
+Items that one forward can take together are of one ``Kind``; a queue for each kind is in order of
+``Knobs.order``. Of several batches that could go, the one with the first item goes, so that an odd
+item waits for those before it only. Items of a batch that failed are suspects: they are a kind of
+their own, smaller with each failure, until the one at fault is alone.
 """
 
 from bisect import insort
@@ -16,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 
 from easerve.policy.knobs import Knobs, Order
 from easerve.policy.state import Request
-from easerve.types import BatchId, MediaItem, Modality, RequestId, WorkerId
+from easerve.types import BatchId, MediaItem, Modality, WorkerId
 
 Admits: TypeAlias = Callable[[Request], bool]
 
@@ -31,22 +33,29 @@ class Kind(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """An item that is queued or being encoded, for the requests (and their items) that wait."""
+    """An item that is queued or being encoded, for the requests (and their items) that wait.
+
+    ``destinations``: the prefill engines that it is on its way to.
+    """
 
     item: MediaItem
     number: int
     since_ns: int
     suspects: int = 0
-    kind: Kind = field(init=False)
+    kind: Kind = field(init=False, repr=False)
     """Of the queue it is in."""
     waiters: list[tuple[Request, int]] = field(default_factory=list)
     batch_id: BatchId | None = None
+    destinations: set[WorkerId] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
+    """One call to an encoder; without a ``forward`` it only sends what the encoder has."""
+
     worker_id: WorkerId
     entries: tuple[Entry, ...]
+    forward: bool = True
 
     @property
     def num_tokens(self) -> int:
@@ -85,7 +94,6 @@ class Encoding:
         self._entries: dict[str, Entry] = {}
         self._queues: dict[Kind, list[Entry]] = {}
         self._batches: dict[BatchId, Batch] = {}
-        self._holders: dict[str, set[RequestId]] = {}  # open requests that have an embedding
         self._last_batch = self._last_number = self._last_suspects = 0
 
     # The queue --------------------------------------------------------------------------------
@@ -94,29 +102,49 @@ class Encoding:
     def num_queued(self) -> int:
         return sum(map(len, self._queues.values()))
 
-    def add(self, request: Request, now_ns: int, again: bool = False) -> bool:
-        """Every item of a request: queued, joined to one on its way, or had from another request.
+    def want(self, request: Request, index: int, now_ns: int) -> bool:
+        """An item that the request has to get: queued, or joined to what is queued or under way.
 
-        Whether any was new. ``again``: it had them and they are lost, so nobody's are trusted.
+        Whether it is new. Unless it is under way to the destination of the request, its prefill is
+        held back.
         """
-        last_number, request.pending = self._last_number, set()
-        for index, item in enumerate(request.items):
-            if again:
-                self._holders.pop(item.key, None)
-            elif holders := self._holders.get(item.key):
-                holders.add(request.request_id)
-                continue
-            request.pending.add(index)
-            entry = self._entries.get(item.key)
-            if entry is None:
-                self._last_number += 1
-                entry = self._entries[item.key] = Entry(item, self._last_number, now_ns)
-            elif entry.batch_id is None:
-                self._dequeue(entry)
+        item = request.items[index]
+        entry = self._entries.get(item.key)
+        new = entry is None
+        if entry is None:
+            entry = self._new(item, now_ns)
+        elif entry.batch_id is None:
+            self._dequeue(entry)
+        if (request, index) not in entry.waiters:
             entry.waiters.append((request, index))
-            if entry.batch_id is None:
-                self._enqueue(entry)
-        return self._last_number > last_number
+        if request.destination not in entry.destinations:
+            request.pending.add(index)
+        if entry.batch_id is None:
+            self._enqueue(entry)
+        return new
+
+    def _new(self, item: MediaItem, now_ns: int) -> Entry:
+        self._last_number += 1
+        entry = self._entries[item.key] = Entry(item, self._last_number, now_ns)
+        return entry
+
+    def has(self, key: str) -> bool:
+        """Whether an item is queued or under way."""
+        return key in self._entries
+
+    def under_way(self, key: str) -> Entry | None:
+        """An item that an encoder works on."""
+        entry = self._entries.get(key)
+        return entry if entry is not None and entry.batch_id is not None else None
+
+    def is_coming(self, request: Request, worker_id: WorkerId) -> bool:
+        """Whether something that it waits for is under way to a prefill worker."""
+        entries = (self.under_way(item.key) for item in request.items)
+        return any(
+            worker_id in entry.destinations and request in requests_of([entry])
+            for entry in entries
+            if entry is not None
+        )
 
     def retune(self, knobs: Knobs) -> None:
         """Queue everything anew, by other knobs."""
@@ -127,10 +155,11 @@ class Encoding:
 
     def drop(self, request: Request) -> list[tuple[BatchId, Batch]]:
         """A request is closed; the batches that nobody waits for now, which are forgotten."""
-        self._let_go(request)
         orphans = []
-        for key in dict.fromkeys(request.items[index].key for index in sorted(request.pending)):
-            entry = self._entries[key]
+        for key in dict.fromkeys(item.key for item in request.items):
+            entry = self._entries.get(key)
+            if entry is None or all(waiter is not request for waiter, _ in entry.waiters):
+                continue
             if entry.batch_id is None:
                 self._dequeue(entry)
             entry.waiters = [waiter for waiter in entry.waiters if waiter[0] is not request]
@@ -147,13 +176,6 @@ class Encoding:
                 self.take(entry.batch_id)
         request.pending = set()
         return orphans
-
-    def _let_go(self, request: Request) -> None:
-        for item in request.items:
-            holders = self._holders.get(item.key, set())
-            holders.discard(request.request_id)
-            if not holders:
-                self._holders.pop(item.key, None)
 
     def waiting(self) -> Iterator[Request]:
         """The requests that wait for an item in the queue, each as often as it does."""
@@ -190,13 +212,36 @@ class Encoding:
     # Batches ----------------------------------------------------------------------------------
 
     def start(self, entries: Sequence[Entry], worker_id: WorkerId) -> tuple[BatchId, Batch]:
-        """Take queued items into a batch."""
+        """Take queued items into a batch; the destinations of all who wait are drawn."""
+        for entry in entries:
+            self._dequeue(entry)
+        return self._start(entries, worker_id, forward=True)
+
+    def send(
+        self, request: Request, indices: Iterable[int], worker_id: WorkerId, now_ns: int
+    ) -> tuple[BatchId, Batch]:
+        """A batch of items that an encoder has already, for one request."""
+        entries: dict[str, Entry] = {}
+        for index in indices:
+            item = request.items[index]
+            if item.key not in entries:
+                entries[item.key] = self._new(item, now_ns)
+            entries[item.key].waiters.append((request, index))
+        return self._start([*entries.values()], worker_id, forward=False)
+
+    def _start(
+        self, entries: Sequence[Entry], worker_id: WorkerId, forward: bool
+    ) -> tuple[BatchId, Batch]:
         self._last_batch += 1
         batch_id = BatchId(self._last_batch)
         for entry in entries:
-            self._dequeue(entry)
             entry.batch_id = batch_id
-        batch = self._batches[batch_id] = Batch(worker_id, tuple(entries))
+            for request, index in entry.waiters:
+                assert request.destination is not None, "drawn before the batch is started"
+                entry.destinations.add(request.destination)
+                request.pending.discard(index)
+                request.sent.add(index)
+        batch = self._batches[batch_id] = Batch(worker_id, tuple(entries), forward)
         return batch_id, batch
 
     def take(self, batch_id: BatchId) -> Batch | None:
@@ -208,20 +253,19 @@ class Encoding:
         return batch
 
     def finished(self, batch: Batch) -> list[Request]:
-        """The embeddings are there; the requests that have all of theirs now."""
+        """The embeddings are there; the requests that waited for nothing else."""
         waiters = [waiter for entry in batch.entries for waiter in entry.waiters]
         for entry in batch.entries:
             self._entries.pop(entry.item.key, None)
-        for request, index in waiters:
+        held_back = [(request, index) for request, index in waiters if index in request.pending]
+        for request, index in held_back:
             request.pending.discard(index)
-            key = request.items[index].key
-            self._holders.setdefault(key, set()).add(request.request_id)
-        return list(dict.fromkeys(request for request, _ in waiters if not request.pending))
+        return list(dict.fromkeys(request for request, _ in held_back if not request.pending))
 
     def put_back(self, batch: Batch, num_parts: int) -> None:
         """Queue the items of a failed batch again, where they stood, as so many groups of suspects.
 
-        A batch of one item is no suspect: its fault would be known.
+        A batch of one item is no suspect: its fault would be known. Who waits is held back again.
         """
         entries = [entry for entry in batch.entries if entry.waiters]
         size = ceil(len(entries) / num_parts)
@@ -231,6 +275,9 @@ class Encoding:
                 if len(batch.entries) > 1:
                     entry.suspects = self._last_suspects
                 entry.batch_id = None
+                entry.destinations.clear()
+                for request, index in entry.waiters:
+                    request.pending.add(index)
                 self._enqueue(entry)
 
     def lost(self, worker_id: WorkerId) -> list[Batch]:

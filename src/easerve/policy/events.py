@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TypeAlias, get_args
 
 from easerve.policy.knobs import Knobs
+from easerve.policy.offload import Placement
 from easerve.types import BatchId, MediaItem, Modality, Reason, RequestId, Shape, Stage, WorkerId
 
 DEFAULT_SLOTS, DEFAULT_BATCH_TOKENS = 256, 2048  # vLLM's, on a CPU
@@ -21,13 +22,15 @@ class WorkerJoined:
     """An engine is ready.
 
     ``num_slots``: requests that it runs at once (vLLM's max_num_seqs). ``max_batch_tokens``: what
-    one call to an encoder may hold (vLLM's max_num_batched_tokens).
+    one call to an encoder may hold (vLLM's max_num_batched_tokens). ``beside``: the encoders whose
+    devices a local prefill engine shares.
     """
 
     worker_id: WorkerId
     stage: Stage
     num_slots: int = DEFAULT_SLOTS
     max_batch_tokens: int = DEFAULT_BATCH_TOKENS
+    beside: tuple[WorkerId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,14 @@ class WorkerLost:
     """An engine ended or no longer answers."""
 
     worker_id: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """An engine keeps the embeddings of these items no longer."""
+
+    worker_id: WorkerId
+    keys: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +109,16 @@ class EncodeFailed:
 
 @dataclass(frozen=True, slots=True)
 class PrefillFinished:
-    """``final``: the first token ended the answer, there is nothing left to decode."""
+    """``final``: the first token ended the answer, there is nothing left to decode.
+
+    ``wait_s``: of the time since it was started, how long the engine waited for embeddings.
+    """
 
     request_id: RequestId
     leg: int
     attempt: int
     final: bool = False
+    wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +131,12 @@ class PrefillFailed:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingMissing:
-    """Prefill found that an embedding of the request is not there; the items are encoded again."""
+    """Prefill does not have the embeddings of these items, nor will it wait any longer."""
 
     request_id: RequestId
     leg: int
     attempt: int
+    keys: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +177,7 @@ Event: TypeAlias = (
     FirstToken
     | DecodeFinished
     | EncodeFinished
+    | Evicted
     | WorkerJoined
     | WorkerLost
     | KnobsChanged
@@ -181,7 +198,7 @@ _RANK = {kind: rank for rank, kind in enumerate(get_args(Event))}
 def sort_key(event: Event) -> tuple[int, str | int, int, int, str]:
     """The total order of simultaneous events: kind, id, leg, attempt, then whatever differs."""
     match event:
-        case WorkerJoined() | WorkerLost():
+        case WorkerJoined() | WorkerLost() | Evicted():
             name: str | int = event.worker_id
         case EncodeFinished() | EncodeFailed():
             name = event.batch_id
@@ -240,12 +257,16 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class StartEncode:
-    """One forward of the encoder over ``items``."""
+    """One call to an encoder; each embedding is pushed to the destinations of its waiters.
+
+    ``forward``: else the encoder is believed to have them all, and only sends them.
+    """
 
     batch_id: BatchId
     worker_id: WorkerId
     items: tuple[EncodeItem, ...]
     decision: Decision
+    forward: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,13 +278,20 @@ class CancelEncode:
 
 @dataclass(frozen=True, slots=True)
 class StartPrefill:
-    """``reason``: why this worker. A leg that resumes prefills the tokens already sent, too."""
+    """``placement``: why on this side; ``reason``: why this worker of it.
+
+    ``coming``: embeddings are on their way to it and to be waited for. ``num_held``: items whose
+    embeddings it had already. A leg that resumes prefills the tokens already sent, too.
+    """
 
     request_id: RequestId
     leg: int
     attempt: int
     worker_id: WorkerId
     reason: str
+    placement: Placement
+    coming: bool = False
+    num_held: int = 0
     resume: bool = False
 
 

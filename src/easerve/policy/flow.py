@@ -29,7 +29,8 @@ START, CAUTION = 8.0, 0.2
 class Load:
     """What is downstream of the gate. ``num_passed``: legs of requests past it that are open.
 
-    ``backlog_s``: of the least loaded prefill worker. ``slots``: of each decode worker.
+    ``backlog_s``: of the least loaded prefill worker; with offload, of the side that has more.
+    ``slots``: of each decode worker.
     """
 
     num_passed: int
@@ -87,14 +88,15 @@ def credit(knobs: Knobs, times: Times, window: Window, load: Load) -> Credit:
 class Waiting:
     """What is before the gate: items, and the legs of their requests; the workers of each stage.
 
-    ``num_passed``: legs that are past it.
+    ``num_prefills``: as many prefill workers as those are worth that there are, with the share of
+    prefills that each side gets. ``num_passed``: legs that are past the gate.
     """
 
     num_items: int
     num_legs: int
     num_encoders: int
     max_batch_tokens: int
-    num_prefills: int
+    num_prefills: float
     slots: Sequence[int]
     num_passed: int
 
@@ -155,9 +157,14 @@ class Flow:
 
     # What is decided --------------------------------------------------------------------------
 
-    def opening(self, pool: Pool, now_ns: int, idle_encoder: bool = True) -> Opening:
-        """Of the gate, by what is downstream now; ``idle_encoder``: as in ``Gate.opening``."""
-        load = Load(self.gate.num_passed, self.backlog_s(pool, now_ns), _slots(pool))
+    def opening(
+        self, pool: Pool, backlog_s: float, now_ns: int, idle_encoder: bool = True
+    ) -> Opening:
+        """Of the gate, by what is downstream now; ``idle_encoder``: as in ``Gate.opening``.
+
+        ``backlog_s``: of prefill, as in ``Load``.
+        """
+        load = Load(self.gate.num_passed, backlog_s, _slots(pool))
         given = credit(self.knobs, self.times, self.window, load)
         opening = self.gate.opening(given, self.knobs, idle_encoder)
         again_s, self.wake_ns = opening.again_s, None
@@ -165,14 +172,9 @@ class Flow:
             self.wake_ns = now_ns + ceil(again_s * NS_PER_S)
         return opening
 
-    def backlog_s(self, pool: Pool, now_ns: int) -> float:
-        """Of the least loaded prefill worker; there is one."""
-        token_s = self.times.prefill_token_s
-        return min(worker.backlog_s(token_s, now_ns) for worker in pool.of(Stage.PREFILL))
-
-    def queue_s(self, pool: Pool, num_queued: int) -> float:
+    def queue_s(self, pool: Pool, num_queued: int, num_prefills: float) -> float:
         """Seconds until all that waits has passed, ``num_queued`` items in the encode queue among
-        it; 0 while a stage has no engine.
+        it; 0 while a stage has no engine. ``num_prefills``: as in ``Waiting``.
         """
         if not pool.has(*Stage):
             return 0.0
@@ -186,7 +188,7 @@ class Flow:
                 self._num_waiting,
                 len(encoders),
                 min(encoder.max_batch_tokens for encoder in encoders),
-                len(pool.of(Stage.PREFILL)),
+                num_prefills,
                 _slots(pool),
                 self.gate.num_passed,
             ),

@@ -19,7 +19,7 @@ class Order(StrEnum):
 class Knobs:
     """As ``config.Policy``, which says what each is and has the defaults.
 
-    ``when`` is a name in ``batching.RULES``.
+    ``when`` is a name in ``batching.RULES``, ``where`` one in ``share.RULES``.
     """
 
     when: str
@@ -36,3 +36,9 @@ class Knobs:
     flow: bool
     prefill_ahead_s: float
     max_queue_s: float
+    where: str
+    remote_share: float
+    band_kappa: float
+    offload_seed: int
+    share_trim: bool
+    spill_guard_s: float | None

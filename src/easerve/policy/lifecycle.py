@@ -12,9 +12,9 @@ from typing import Generic, TypeVar
 class RequestState(StrEnum):
     PREPARING = "preparing"
     ENCODING = "encoding"
-    """At least one item waits for an encoder or is being encoded."""
+    """At least one item is not on the way to prefill yet: it waits for an encoder, as a rule."""
     GENERATING = "generating"
-    """Every embedding is there; the legs run."""
+    """Every embedding is at prefill or on the way there; the legs run."""
     COMPLETED = "completed"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -83,9 +83,13 @@ REQUEST = Table(
             "prepared as text": R.GENERATING,
             **_ENDINGS,
         },
-        R.ENCODING: {"embeddings there": R.GENERATING, **_ENDINGS},
+        R.ENCODING: {
+            "embeddings sent": R.GENERATING,
+            "legs done": R.COMPLETED,
+            **_ENDINGS,
+        },
         R.GENERATING: {
-            "embedding missing": R.ENCODING,
+            "to be encoded again": R.ENCODING,
             "legs done": R.COMPLETED,
             **_ENDINGS,
         },
@@ -97,7 +101,7 @@ REQUEST = Table(
 )
 
 LEG = Table(
-    {"embeddings there": L.PREFILL_QUEUED},
+    {"embeddings sent": L.PREFILL_QUEUED},
     {
         L.PREFILL_QUEUED: {"prefill started": L.PREFILLING},
         L.PREFILLING: {

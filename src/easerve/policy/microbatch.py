@@ -47,7 +47,7 @@ class MicroBatcher:
         """The next batch, if one is to go now; several where it is spread over idle encoders.
 
         Each has to be started before the next is asked for. ``backlog_s``: of the least loaded
-        prefill worker.
+        prefill worker that it may be for.
         """
         self.wake_ns = None
         if not self._encoding.num_queued:
@@ -105,19 +105,22 @@ class MicroBatcher:
     ) -> Closing:
         worker = pool.pick(Stage.ENCODE, requests_of(entries)[0].avoid, max_work)
         assert worker is not None, "there is one with so little work"
+        return Closing(worker, entries, self.decision(entries, reason, now_ns))
+
+    def decision(self, entries: Sequence[Entry], reason: str, now_ns: int) -> Decision:
+        """What is written down of a batch that is started now."""
         oldest_ns = min(entry.since_ns for entry in entries)
         held_ns = now_ns if self._held_ns is None else max(self._held_ns, oldest_ns)
         held_s = (now_ns - held_ns) / NS_PER_S
-        decision = Decision(
+        return Decision(
             reason,
             (now_ns - oldest_ns) / NS_PER_S,
             held_s,
             self._held_by if held_s else "",
-            self._encoding.num_queued - len(entries),
+            self._encoding.num_queued - sum(entry.batch_id is None for entry in entries),
             self.arrivals.rate_per_s(now_ns),
             self.arrivals.cv,
         )
-        return Closing(worker, entries, decision)
 
     def _part(self, candidate: Candidate, num_idle: int) -> int:
         """Items of a batch for each encoder: all, or fewer when the time saved outweighs the calls.

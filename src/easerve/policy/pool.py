@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from easerve.policy.events import DEFAULT_BATCH_TOKENS, DEFAULT_SLOTS
 from easerve.policy.offload import least_backlog
-from easerve.types import NS_PER_S, Stage, WorkerId
+from easerve.types import NS_PER_S, Side, Stage, WorkerId
 
 
 @dataclass(slots=True)
@@ -13,12 +13,14 @@ class Worker:
     """An engine and the work it holds, in tokens by what they are for.
 
     ``num_slots``: requests that it runs at once. ``max_batch_tokens``: of one call to an encoder.
+    ``beside``: the encoders whose devices a local prefill engine shares.
     """
 
     worker_id: WorkerId
     stage: Stage
     num_slots: int = DEFAULT_SLOTS
     max_batch_tokens: int = DEFAULT_BATCH_TOKENS
+    beside: tuple[WorkerId, ...] = ()
     work: dict[Hashable, int] = field(default_factory=dict)
     backlog_tokens: int = 0
     running: dict[Hashable, int] = field(default_factory=dict)
@@ -26,8 +28,12 @@ class Worker:
     progress_ns: int = 0
     """When it last finished something."""
 
+    @property
+    def side(self) -> Side:
+        return Side.LOCAL if self.beside else Side.REMOTE
+
     def hold(self, key: Hashable, tokens: int) -> None:
-        """Work that is on its way here."""
+        """Work that is on its way here, or here and waits for its embeddings."""
         self.release(key)
         self.work[key] = tokens
         self.backlog_tokens += tokens
@@ -37,13 +43,20 @@ class Worker:
         self.hold(key, tokens)
         self.running[key] = now_ns
 
+    def begin(self, key: Hashable, now_ns: int) -> None:
+        """Work that was held, if it still is, begins."""
+        if key in self.work:
+            self.running.setdefault(key, now_ns)
+
     def release(self, key: Hashable) -> None:
         self.backlog_tokens -= self.work.pop(key, 0)
         self.running.pop(key, None)
 
-    def finish(self, key: Hashable, now_ns: int) -> float:
-        """Work has ended; the seconds it took, or since what ended before it."""
-        since_ns = max(self.progress_ns, self.running.get(key, now_ns))
+    def finish(self, key: Hashable, since_ns: int, now_ns: int) -> float:
+        """Work that began at ``since_ns`` has ended; the seconds it took, or since what ended
+        before it.
+        """
+        since_ns = min(max(self.progress_ns, since_ns), now_ns)
         self.progress_ns = now_ns
         self.release(key)
         return (now_ns - since_ns) / NS_PER_S
@@ -84,6 +97,13 @@ class Pool:
 
     def of(self, stage: Stage) -> list[Worker]:
         return [worker for worker in self if worker.stage is stage]
+
+    def sides(self) -> dict[Side, list[Worker]]:
+        """The prefill engines, by side; a side without any is left out."""
+        sides: dict[Side, list[Worker]] = {}
+        for worker in self.of(Stage.PREFILL):
+            sides.setdefault(worker.side, []).append(worker)
+        return sides
 
     def pick(
         self, stage: Stage, avoid: Iterable[WorkerId] = (), max_work: int | None = None

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from easerve.policy.lifecycle import LEG, LegState, RequestState
+from easerve.policy.offload import Placement
 from easerve.types import NS_PER_S, MediaItem, RequestId, Shape, WorkerId
 
 NOT_PREPARED = Shape(num_prompt_tokens=0, max_new_tokens=0)
@@ -20,8 +21,12 @@ class Leg:
     attempt: int = 0
     worker_id: WorkerId | None = None
     started: bool = False
+    since_ns: int = 0
+    """When it was given to its worker."""
     beside: int = 0
     """Legs that its decode worker ran when it began, itself counted."""
+    num_missed: int = 0
+    """Of its request, when its prefill was started."""
 
     def move(self, cause: str) -> None:
         self.state = LEG.next(self.state, cause)
@@ -42,11 +47,18 @@ class Request:
     num_media: int
     shape: Shape = NOT_PREPARED
     pending: set[int] = field(default_factory=set)
-    """Indices of the items that are queued for an encoder or being encoded."""
+    """Indices of the items that hold its prefill back: not on the way to its destination yet."""
+    sent: set[int] = field(default_factory=set)
+    """Indices of the items that were sent to a destination for it."""
     passed: bool = False
     """Past the gate: something of it was sent to an encoder or to prefill."""
     destination: WorkerId | None = None
-    """The prefill worker that its embeddings were sent to."""
+    """The prefill worker that its embeddings are sent to."""
+    placement: Placement | None = None
+    """Why that one is on the side that it is on, and ``chosen`` why it is that one."""
+    chosen: str = ""
+    num_missed: int = 0
+    """How often embeddings were not where they should have been."""
     legs: list[Leg] = field(default_factory=list)
     avoid: set[WorkerId] = field(default_factory=set)
     """Workers that failed it."""
@@ -56,6 +68,12 @@ class Request:
         if ttft_slo_s is None:
             return self.deadline_ns
         return self.received_ns + int(ttft_slo_s * NS_PER_S)
+
+    @property
+    def needs_prefill(self) -> bool:
+        """Whether a leg of it is not prefilled, nor being prefilled."""
+        waiting = LegState.PREFILL_QUEUED
+        return not self.legs or any(leg.state is waiting for leg in self.legs)
 
     @property
     def items(self) -> tuple[MediaItem, ...]:

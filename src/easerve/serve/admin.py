@@ -11,20 +11,23 @@ from easerve.policy.knobs import Knobs, Order
 from easerve.serve.driver import Driver
 from easerve.serve.errors import ApiError
 
+NO_LOCAL = (
+    "remote_share: {:g} needs a section local_prefill in the deployment file: without it there is "
+    "nothing but the remote engines"
+)
 logger = logging.getLogger("easerve.admin")
 
 
 def knobs_of(policy: Policy) -> Knobs:
     """The policies of a deployment as the core takes them."""
-    values = policy.model_dump(exclude={"remote_share"})
-    return Knobs(**{**values, "order": Order(policy.order)})
+    return Knobs(**{**policy.model_dump(), "order": Order(policy.order)})
 
 
 class Admin:
-    """Holds the policy in force."""
+    """Holds the policy in force. ``has_local``: the deployment has local prefill engines."""
 
-    def __init__(self, policy: Policy, driver: Driver) -> None:
-        self._policy, self._driver = policy, driver
+    def __init__(self, policy: Policy, driver: Driver, has_local: bool) -> None:
+        self._policy, self._driver, self._has_local = policy, driver, has_local
 
     def knobs(self) -> dict[str, Any]:
         return self._policy.model_dump()
@@ -42,6 +45,8 @@ class Admin:
         except ValidationError as error:
             lines = explain(error, Policy)
             raise ApiError(400, "; ".join(lines), lines[0].partition(":")[0]) from None
+        if policy.remote_share < 1 and not self._has_local:
+            raise ApiError(400, NO_LOCAL.format(policy.remote_share), "remote_share")
         self._policy = policy
         self._driver.turn(knobs_of(policy))
         after = self.knobs()

@@ -36,7 +36,7 @@ ADMIN = "/admin/"
 def create_app(deployment: Deployment, driver: Driver) -> FastAPI:
     """The routes. The caller owns the driver, its engines and their life."""
     app = FastAPI(title="EAServe", version=__version__, docs_url=None, redoc_url=None)
-    admin = Admin(deployment.policy, driver)
+    admin = Admin(deployment.policy, driver, deployment.local_prefill is not None)
     reader = Reader(int(deployment.limits.max_body), int(deployment.limits.max_held))
     app.add_middleware(
         KeyCheck,

@@ -30,7 +30,7 @@ from easerve.policy.events import Action, Event, StartEncode
 from easerve.policy.knobs import Knobs
 from easerve.types import NS_PER_S
 
-FORMAT = 1
+FORMAT = 2
 BEGIN = b'{"kind":"header",'
 BUFFER_BYTES = 64 << 10
 EVENTS: Mapping[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}

@@ -2,7 +2,7 @@
 
 It decides nothing. Every action that starts work is answered by exactly one event, unless the
 work was cancelled. What a request needs on its way (media, prompt, KV handles) is in its Job;
-its embeddings are files that serve/embeddings keeps.
+its embeddings go from engine to engine.
 """
 
 import asyncio
@@ -11,10 +11,9 @@ import itertools
 import logging
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, assert_never
 
 from easerve.engines.protocol import (
@@ -30,7 +29,6 @@ from easerve.policy import events as ev
 from easerve.policy.core import Core
 from easerve.policy.knobs import Knobs
 from easerve.serve.decisions import StepLog
-from easerve.serve.embeddings import Embeddings
 from easerve.serve.errors import ApiError, ended
 from easerve.serve.job import Job, MediaPart, Pace
 from easerve.serve.media import MediaError
@@ -48,16 +46,12 @@ logger = logging.getLogger("easerve.driver")
 
 
 class Driver:
-    """Drives one core. ``folder`` holds the embeddings of the open requests.
-
-    ``max_decoded_bytes`` bounds the decoded pictures that are held at once, in all.
-    """
+    """Drives one core. ``max_decoded_bytes`` bounds the decoded pictures held at once, in all."""
 
     def __init__(
         self,
         core: Core,
         preparation: PreparationPool,
-        folder: Path,
         metrics: Metrics,
         max_decoded_bytes: int,
         log: StepLog | None = None,
@@ -65,7 +59,6 @@ class Driver:
     ) -> None:
         self.core, self.metrics = core, metrics
         self._preparation, self._log, self._clock_ns = preparation, log, clock_ns
-        self._embeddings = Embeddings(folder)
         self._max_decoded_bytes, self._decoded_bytes = max_decoded_bytes, 0
         self._engines: dict[WorkerId, Engine] = {}
         self._rendering: dict[WorkerId, int] = {}
@@ -81,10 +74,14 @@ class Driver:
 
     def add_engine(self, engine: Engine) -> None:
         self._engines[engine.worker_id] = engine
-        self._rendering[engine.worker_id] = 0
+        self._rendering.setdefault(engine.worker_id, 0)  # the one before may still render
         self._post(
             ev.WorkerJoined(
-                engine.worker_id, engine.stage, engine.num_slots, engine.max_batch_tokens
+                engine.worker_id,
+                engine.stage,
+                engine.num_slots,
+                engine.max_batch_tokens,
+                engine.beside,
             )
         )
         self._flush()  # joining and getting lost never share an instant
@@ -193,6 +190,7 @@ class Driver:
             case ev.Prepare():
                 self._run(job, PREPARATION, partial(self._prepare, job))
             case ev.StartPrefill():
+                self.metrics.prefill_placed(action)
                 task = self._run(job, action.leg, partial(self._prefill, job, action))
                 self._track(action.worker_id, task)
             case ev.StartDecode():
@@ -235,11 +233,9 @@ class Driver:
     def _stop(self, job: Job) -> None:
         for task in job.tasks.values():
             task.cancel()
-        self._embeddings.want_no_more(job)
 
     def _finish(self, job: Job, outcome: str, error: ApiError | None = None) -> None:
         del self._jobs[job.request_id]
-        self._embeddings.close(job)
         self._decoded_bytes -= job.decoded_bytes
         for _, handle in job.handles.values():
             assert job.prompt is not None
@@ -269,7 +265,6 @@ class Driver:
             return
         self._measure("prepare", begin, job)
         job.wanting_ns = self._clock_ns()
-        self._embeddings.want(job)
         shape = Shape(len(prompt.token_ids), prompt.max_new_tokens, prompt.items)
         self._post(ev.Prepared(job.request_id, shape))
 
@@ -340,61 +335,55 @@ class Driver:
             self.lose_engine(worker_id)
 
     def _start_encode(self, action: ev.StartEncode) -> None:
-        now_ns, waits_s = self._clock_ns(), []
+        now_ns, waits_s, calls = self._clock_ns(), [], []
         for entry in action.items:
             jobs = [self._jobs[waiter.request_id] for waiter in entry.waiters]
             waits_s.append((now_ns - min(job.wanting_ns for job in jobs)) / NS_PER_S)
-            for job in jobs:
+            for job in jobs if action.forward else ():
                 job.timeline.setdefault("encode_wait", (now_ns - job.wanting_ns) / NS_PER_S)
+            calls.append(_encode_call(entry, jobs[0]))
         self.metrics.batch_closed(action, waits_s)
-        task = asyncio.get_running_loop().create_task(self._encode(action))
+        task = asyncio.get_running_loop().create_task(self._encode(action, calls))
         task.add_done_callback(lambda _: self._batches.pop(action.batch_id))
         self._batches[action.batch_id] = task
         self._track(action.worker_id, task)
 
-    def _jobs_of(self, batch: ev.StartEncode) -> list[Job]:
-        """Everybody who wants something of a batch now, once."""
-        jobs = (job for entry in batch.items for job in self._embeddings.wanting(entry.item.key))
-        return list({job.request_id: job for job in jobs}.values())
-
-    async def _encode(self, action: ev.StartEncode) -> None:
-        begin, folder = self._clock_ns(), None
-        self.metrics.encoder_busy(action.worker_id, 1, begin)
+    async def _encode(self, action: ev.StartEncode, calls: Sequence[EncodeCall]) -> None:
+        begin = self._clock_ns()
+        if action.forward:
+            self.metrics.encoder_busy(action.worker_id, 1, begin)
         try:
-            folder = self._embeddings.open_batch(action.batch_id)
-            keys = [e.item.key for e in action.items if self._embeddings.wanting(e.item.key)]
-            calls = [self._encode_call(key, folder) for key in keys]
-            if calls:  # else everybody has been given what another request had
-                await self._engine(action.worker_id).encode(calls)
-                self._measure("encode", begin, *self._jobs_of(action))
-            self._embeddings.hand_over(keys, folder)
+            encoded = await self._engine(action.worker_id).encode(calls)
+            waiters = {waiter.request_id for entry in action.items for waiter in entry.waiters}
+            jobs = (self._jobs[each] for each in waiters if each in self._jobs)
+            self._measure("encode" if action.forward else "resend", begin, *jobs)
             self._post(ev.EncodeFinished(action.batch_id))
+            self._evicted(action.worker_id, encoded.evicted)
         except EngineError as error:
             await self._encode_failed(action, error)
         except Exception:
             logger.exception("batch %d failed unexpectedly", action.batch_id)
             self._post(ev.EncodeFailed(action.batch_id, retryable=False))
         finally:
-            self.metrics.encoder_busy(action.worker_id, -1, self._clock_ns())
-            if folder is not None:
-                self._embeddings.close_batch(folder)
+            if action.forward:
+                self.metrics.encoder_busy(action.worker_id, -1, self._clock_ns())
 
     async def _encode_failed(self, action: ev.StartEncode, error: EngineError) -> None:
         """Of one item it is known who is at fault; the core looks for it among several."""
-        known = len(action.items) == 1 and not error.retryable
-        blamed = self._jobs_of(action) if known else []
-        key = action.items[0].item.key
-        for job in blamed:
-            await self._failed(action.worker_id, error, job, job.media_parts[job.index(key)].path)
-        if not blamed:
-            await self._failed(action.worker_id, error)
+        await self._failed(action.worker_id, error)
+        if len(action.items) == 1 and not error.retryable:
+            key = action.items[0].item.key
+            for job in [*self._jobs.values()]:  # also those who came while it was being encoded
+                if job.prompt is not None and any(item.key == key for item in job.prompt.items):
+                    await self._failed(
+                        action.worker_id, error, job, job.media_parts[job.index(key)].path
+                    )
         self._post(ev.EncodeFailed(action.batch_id, error.retryable))
 
-    def _encode_call(self, key: str, folder: Path) -> EncodeCall:
-        job = next(iter(self._embeddings.wanting(key)))
-        assert job.prompt is not None
-        index = job.index(key)
-        return EncodeCall(job.media[index], job.prompt.placeholders[index], folder)
+    def _evicted(self, worker_id: WorkerId, keys: tuple[str, ...]) -> None:
+        if keys:
+            self.metrics.evicted(worker_id, len(keys))
+            self._post(ev.Evicted(worker_id, keys))
 
     async def _prefill(self, job: Job, action: ev.StartPrefill) -> None:
         assert job.prompt is not None
@@ -402,28 +391,30 @@ class Driver:
         leg = (job.request_id, action.leg, action.attempt)
         try:
             engine = self._engine(action.worker_id)
-            folder = self._embeddings.folder(job)
-            prefilled = await engine.prefill(job.prompt.for_leg(action.leg), folder)
-        except EmbeddingMissingError:
+            prefilled = await engine.prefill(job.prompt.for_leg(action.leg), action.coming)
+        except EmbeddingMissingError as error:
             job.wanting_ns = self._clock_ns()
-            self._embeddings.want(job, again=True)
-            self._post(ev.EmbeddingMissing(*leg))
+            self.metrics.missing(action.worker_id, len(error.keys))
+            self._post(ev.EmbeddingMissing(*leg, error.keys))
             return
         except EngineError as error:
             await self._failed(action.worker_id, error, job)
             self._post(ev.PrefillFailed(*leg, retryable=error.retryable))
             return
-        self._measure("prefill", begin, job)
+        wait_s = prefilled.wait_s or 0.0
+        self._measure("prefill", begin + round(wait_s * NS_PER_S), job)
         self.metrics.prompt_tokens.inc(len(job.prompt.token_ids))
-        if prefilled.load_s is not None:
-            job.timeline["transfer"] = prefilled.load_s
+        self.metrics.pushed(prefilled.bundles)
+        self._evicted(action.worker_id, prefilled.evicted)
+        if prefilled.bundles:
+            job.timeline["transfer"] = max(bundle.usable_s for bundle in prefilled.bundles)
         if prefilled.answer is None:
             job.handles[action.leg, action.attempt] = action.worker_id, prefilled.handle
-            self._post(ev.PrefillFinished(*leg))
+            self._post(ev.PrefillFinished(*leg, wait_s=wait_s))
         else:
             self._see_first_token(job)
             self._deliver(job, action.leg, prefilled.answer)
-            self._post(ev.PrefillFinished(*leg, final=True))
+            self._post(ev.PrefillFinished(*leg, final=True, wait_s=wait_s))
             self._flush()  # it is delivered: the loss of the engine must not come first
 
     async def _decode(self, job: Job, action: ev.StartDecode) -> None:
@@ -527,3 +518,11 @@ class Driver:
                 after = job.timeline["end"] - job.timeline["ttft"]
                 job.timeline["tpot"] = after / (longest - 1)
                 self.metrics.tpot.observe(job.timeline["tpot"])
+
+
+def _encode_call(entry: ev.EncodeItem, job: Job) -> EncodeCall:
+    """``job`` has the item's media, as everybody has who waits for it."""
+    assert job.prompt is not None
+    index = entry.waiters[0].index
+    destinations = dict.fromkeys(waiter.destination for waiter in entry.waiters)
+    return EncodeCall(job.media[index], job.prompt.placeholders[index], tuple(destinations))

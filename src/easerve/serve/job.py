@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from easerve.engines.protocol import Delta, Media, Prompt, Route
@@ -126,7 +125,6 @@ class Job:
     outputs: Outputs = field(default_factory=Outputs)
     media: list[Media] = field(default_factory=list)
     prompt: Prompt | None = None
-    folder: Path | None = None
     handles: dict[tuple[int, int], tuple[WorkerId, Mapping[str, Any]]] = field(default_factory=dict)
     """By leg and attempt: the KV cache that waits for decode, and who holds it."""
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)

@@ -1,17 +1,20 @@
 """Prometheus metrics of the router. The engines' own are theirs."""
 
+import collections
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from easerve.engines.protocol import Bundle
 from easerve.policy.core import Core
-from easerve.policy.events import StartEncode
-from easerve.types import NS_PER_S, Stage, WorkerId
+from easerve.policy.events import StartEncode, StartPrefill
+from easerve.types import NS_PER_S, Side, Stage, WorkerId
 
 SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0),
 )
+BYTES = tuple(4.0**power for power in range(5, 16))  # 1 KiB to 1 GiB
 ITEMS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
@@ -74,6 +77,64 @@ class Metrics:
             registry=self.registry,
         )
         self._busy_since: dict[WorkerId, tuple[int, int]] = {}
+        self._items = Counter(
+            "easerve_embedding_items",
+            "Embeddings given to requests, by where they came from: prefill had them, an encoder "
+            "had them, they were encoded, or shared with a request that they were encoded for",
+            ["source"],
+            registry=self.registry,
+        )
+        self._missing = Counter(
+            "easerve_embedding_missing",
+            "Embeddings that were not where they should have been",
+            ["worker"],
+            registry=self.registry,
+        )
+        self._evicted = Counter(
+            "easerve_embedding_evicted",
+            "Embeddings that engines keep no longer",
+            ["worker"],
+            registry=self.registry,
+        )
+        self._bundle_items = Histogram(
+            "easerve_embedding_bundle_items",
+            "Embeddings that one encoder step pushed to one prefill engine",
+            buckets=ITEMS,
+            registry=self.registry,
+        )
+        self._bundle_bytes = Histogram(
+            "easerve_embedding_bundle_bytes",
+            "Size of such a bundle",
+            buckets=BYTES,
+            registry=self.registry,
+        )
+        self._push = seconds("embedding_push", "From the push to usable at prefill, a bundle")
+        self._placed = Counter(
+            "easerve_prefill_placed",
+            "Requests whose prefill was placed, by side and why",
+            ["side", "reason"],
+            registry=self.registry,
+        )
+        self._share = Gauge(
+            "easerve_offload_share_ratio", "Remote share in force", registry=self.registry
+        )
+        self._realised = Gauge(
+            "easerve_offload_realised_share_ratio",
+            "Remote share of all prefills placed so far",
+            registry=self.registry,
+        )
+        self._deficit = Gauge(
+            "easerve_offload_deficit",
+            "What the remote side is behind its share: requests, or tokens by the rule",
+            registry=self.registry,
+        )
+        self._side_backlog = Gauge(
+            "easerve_prefill_backlog_seconds",
+            "Work of the least loaded prefill engine of a side",
+            ["side"],
+            registry=self.registry,
+        )
+        self._num_placed = collections.Counter[Side]()
         self._rate = Gauge(
             "easerve_encode_arrivals_per_second",
             "Estimated arrival rate of requests with media",
@@ -95,12 +156,40 @@ class Metrics:
 
     def batch_closed(self, batch: StartEncode, waits_s: Iterable[float]) -> None:
         """A call to an encoder begins; its items have waited so long."""
+        num_waiters = sum(len(entry.waiters) for entry in batch.items)
+        if not batch.forward:
+            self._items.labels("encoder").inc(num_waiters)
+            return
+        self._items.labels("encoded").inc(len(batch.items))
+        self._items.labels("shared").inc(num_waiters - len(batch.items))
         self._batch_items.observe(len(batch.items))
         self._batches.labels(batch.decision.reason).inc()
         if batch.decision.held_by:
             self._held.labels(batch.decision.held_by).inc(batch.decision.held_s)
         for wait_s in waits_s:
             self._encode_wait.observe(wait_s)
+
+    def prefill_placed(self, action: StartPrefill) -> None:
+        """A prefill begins; of a request only the first counts."""
+        if action.leg or action.attempt:
+            return
+        placement = action.placement
+        self._placed.labels(placement.side.value, placement.reason).inc()
+        self._num_placed[placement.side] += 1
+        self._items.labels("prefill").inc(action.num_held)
+
+    def pushed(self, bundles: Iterable[Bundle]) -> None:
+        """Bundles have come to a prefill engine."""
+        for bundle in bundles:
+            self._bundle_items.observe(bundle.num_items)
+            self._bundle_bytes.observe(bundle.num_bytes)
+            self._push.observe(bundle.usable_s)
+
+    def evicted(self, worker_id: WorkerId, num_items: int) -> None:
+        self._evicted.labels(worker_id).inc(num_items)
+
+    def missing(self, worker_id: WorkerId, num_items: int) -> None:
+        self._missing.labels(worker_id).inc(num_items)
 
     def encoder_busy(self, worker_id: WorkerId, change: int, now_ns: int) -> None:
         """A call to an encoder begins (1) or ends (-1). Calls at one time count once."""
@@ -117,6 +206,12 @@ class Metrics:
         self._cv.set(core.arrivals.cv)
         self._queue_s.set(core.queue_s())
         self._open.set(core.num_open)
+        self._share.set(core.offload.share)
+        self._deficit.set(core.offload.deficit)
+        self._realised.set(self._num_placed[Side.REMOTE] / max(1, self._num_placed.total()))
+        self._side_backlog.clear()
+        for side, backlog_s in core.backlogs_s(now_ns).items():
+            self._side_backlog.labels(side.value).set(backlog_s)
         for stage, length in core.queue_lengths().items():
             self._queue.labels(stage.value).set(length)
         counts = dict.fromkeys(Stage, 0)

@@ -1,13 +1,15 @@
 """A heap of events: modelled engines answer the core's actions, and only the loop pushes.
 
 Time is integer nanoseconds; events of one instant are handed to the core together, in the order in
-which they were pushed otherwise. Preparation takes no time here, transfers neither.
+which they were pushed otherwise. Preparation takes no time here, transfers neither; engines that
+share a device do not slow each other.
 """
 
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from statistics import fmean
 
@@ -15,9 +17,9 @@ from easerve.costs.linear import LinearCosts
 from easerve.goodput import Outcome, Record
 from easerve.policy import events as ev
 from easerve.policy.core import Core
-from easerve.types import NS_PER_S, MediaItem, Modality, RequestId, Shape, Stage, WorkerId
+from easerve.types import NS_PER_S, BatchId, MediaItem, Modality, RequestId, Shape, Stage, WorkerId
 
-STAGES = {"e": Stage.ENCODE, "p": Stage.PREFILL, "d": Stage.DECODE}
+STAGES = {"e": Stage.ENCODE, "p": Stage.PREFILL, "l": Stage.PREFILL, "d": Stage.DECODE}
 Effect = tuple[int, ev.Event | Callable[[int], "Iterable[Effect]"]]
 """When something happens: an event for the core, or what an engine does then."""
 
@@ -107,8 +109,13 @@ class Decoder:
         yield from self._step(now_ns)
 
 
+def _joined(name: str, num_slots: int) -> ev.WorkerJoined:
+    beside = (WorkerId(f"e{name[1:]}"),) if name[0] == "l" else ()
+    return ev.WorkerJoined(WorkerId(name), STAGES[name[0]], num_slots, beside=beside)
+
+
 class Simulation:
-    """``workers``: names as in ``e0``, ``p0``, ``d0``."""
+    """``workers``: names as in ``e0``, ``p0``, ``d0``; ``l0`` prefills beside ``e0``."""
 
     def __init__(
         self, core: Core, costs: LinearCosts, workers: Sequence[str], num_slots: int = 256
@@ -121,9 +128,10 @@ class Simulation:
         self._requests: dict[RequestId, Request] = {}
         self._first_s: dict[RequestId, float] = {}
         self._run = Run()
-        core.step(
-            [ev.WorkerJoined(WorkerId(name), STAGES[name[0]], num_slots) for name in workers], 0
-        )
+        self._coming: dict[RequestId, set[BatchId]] = {}
+        self._deferred: dict[RequestId, list[tuple[int, ev.StartPrefill]]] = {}
+        """Prefills that wait for embeddings, and since when."""
+        core.step([_joined(name, num_slots) for name in workers], 0)
 
     def run(self, requests: Iterable[Request]) -> Run:
         """Until every request has ended."""
@@ -172,13 +180,14 @@ class Simulation:
                 tokens = sum(entry.item.num_tokens for entry in action.items)
                 service_s = self._costs.encode_s(len(action.items), tokens)
                 done_ns = self._servers[action.worker_id].start(now_ns, service_s)
-                yield done_ns, ev.EncodeFinished(action.batch_id)
+                for entry in action.items:
+                    for waiter in entry.waiters:
+                        self._coming.setdefault(waiter.request_id, set()).add(action.batch_id)
+                yield done_ns, partial(self._encoded, action)
+            case ev.StartPrefill() if self._coming.get(action.request_id):
+                self._deferred.setdefault(action.request_id, []).append((now_ns, action))
             case ev.StartPrefill():
-                request = self._requests[action.request_id]
-                service_s = self._costs.prefill_s(request.num_prompt_tokens)
-                done_ns = self._servers[action.worker_id].start(now_ns, service_s)
-                leg = (action.request_id, action.leg, action.attempt)
-                yield done_ns, ev.PrefillFinished(*leg, final=request.num_tokens <= 1)
+                yield self._prefill(action, now_ns, now_ns)
             case ev.StartDecode():
                 num_tokens = self._requests[action.request_id].num_tokens
                 leg = (action.request_id, action.leg, action.attempt)
@@ -192,6 +201,26 @@ class Simulation:
                 self._record(action.request_id, now_ns, "failed")
             case _:
                 pass
+
+    def _encoded(self, batch: ev.StartEncode, now_ns: int) -> Iterator[Effect]:
+        yield now_ns, ev.EncodeFinished(batch.batch_id)
+        for entry in batch.items:
+            for waiter in entry.waiters:
+                coming = self._coming.get(waiter.request_id, set())
+                coming.discard(batch.batch_id)
+                if not coming:
+                    self._coming.pop(waiter.request_id, None)
+                    for since_ns, action in self._deferred.pop(waiter.request_id, ()):
+                        yield self._prefill(action, since_ns, now_ns)
+
+    def _prefill(self, action: ev.StartPrefill, since_ns: int, now_ns: int) -> Effect:
+        """``since_ns``: when it was asked for; it has its embeddings now."""
+        request = self._requests[action.request_id]
+        service_s = self._costs.prefill_s(request.num_prompt_tokens)
+        done_ns = self._servers[action.worker_id].start(now_ns, service_s)
+        leg = (action.request_id, action.leg, action.attempt)
+        wait_s = (now_ns - since_ns) / NS_PER_S
+        return done_ns, ev.PrefillFinished(*leg, request.num_tokens <= 1, wait_s)
 
     def _record(self, request_id: RequestId, now_ns: int, outcome: Outcome) -> None:
         request, end_s = self._requests[request_id], now_ns / NS_PER_S

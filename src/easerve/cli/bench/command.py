@@ -3,7 +3,8 @@
 import asyncio
 import json
 import sys
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ from rich.table import Table
 
 from easerve.bench import report
 from easerve.bench.client import LoadError
-from easerve.cli.bench import encode, flow, shown
+from easerve.cli.bench import encode, flow, shown, transfer, transfer_shown
 from easerve.cli.bench.load import Bench
 from easerve.cli.bench.recorder import Recorder
 from easerve.cli.bench.stage import EncodeStage
+from easerve.cli.bench.transfer_folders import storage
 from easerve.cli.demo import DEFAULT_DEPLOYMENT
 from easerve.cli.deploy import Service, raise_file_limit, service, stop_signals
 from easerve.cli.progress import StartProgress
@@ -72,6 +74,15 @@ def numbers(option: str, text: str, least: float = 1e-3, most: float = 1e6) -> l
     return given
 
 
+def counts(option: str, text: str, most: int) -> list[int]:
+    """The value of an option that lists whole numbers from 1 on. Raises ConfigError."""
+    given = numbers(option, text, 1, most)
+    for number in given:
+        if not number.is_integer():
+            raise ConfigError(f"--{option}: {number:g} is not a whole number")
+    return list(dict.fromkeys(map(int, given)))
+
+
 def bench_encode(deployment: Deployment, plan: encode.Plan, output: Output) -> int:
     """The exit code."""
 
@@ -80,7 +91,10 @@ def bench_encode(deployment: Deployment, plan: encode.Plan, output: Output) -> i
         stage = await _stage(running)
         return await encode.EncodeBench(plan, stage, bench, tick).run()
 
-    return _run(deployment, plan.num_runs, measure, shown.of_encode, output)
+    def measured(console: Console) -> Awaitable[encode.Result]:
+        return _on_service(deployment, plan.num_runs, measure, console)
+
+    return _run(measured, shown.of_encode, output)
 
 
 def bench_flow(deployment: Deployment, plan: flow.Plan, output: Output) -> int:
@@ -92,13 +106,34 @@ def bench_flow(deployment: Deployment, plan: flow.Plan, output: Output) -> int:
         engines = await flow.on_engines(plan, bench, tick)
         return {"engines": engines, "modelled": flow.modelled(plan)}
 
-    return _run(deployment, plan.num_runs, measure, shown.of_flow, output)
+    def measured(console: Console) -> Awaitable[encode.Result]:
+        return _on_service(deployment, plan.num_runs, measure, console)
+
+    return _run(measured, shown.of_flow, output)
+
+
+def bench_transfer(
+    deployment: Deployment, plan: transfer.Plan, disk: Path | None, output: Output
+) -> int:
+    """The exit code. ``disk``: where the files go that are to be on a disk, None for some place."""
+
+    async def measured(console: Console) -> encode.Result:
+        result: encode.Result = {}
+        with storage(disk) as kept:
+            bench = transfer.TransferBench(plan, kept)
+            for part in plan.parts:
+                with StartProgress(console) as starting:
+                    async with bench.started(part, deployment, starting) as run:
+                        starting.close()
+                        with _progress(console, plan.num_runs(part)) as tick:
+                            result |= await run(tick)
+        return result
+
+    return _run(measured, transfer_shown.of_transfer, output)
 
 
 def _run(
-    deployment: Deployment,
-    num_runs: int,
-    measure: Measure,
+    measured: Callable[[Console], Awaitable[encode.Result]],
     sections: Callable[[encode.Result], Sequence[report.Section]],
     output: Output,
 ) -> int:
@@ -107,7 +142,7 @@ def _run(
     if output.html is not None:
         _check_writable(output.html)
     try:
-        result = uvloop.run(_measured(deployment, num_runs, measure, console))
+        result = uvloop.run(_until_stopped(measured(console)))
     except (EngineStartError, EngineError, LoadError) as error:
         print(f"easerve: {error}", file=sys.stderr)
         return 1
@@ -134,9 +169,7 @@ def _check_writable(path: Path) -> None:
         raise ConfigError(f"{path}: {error.strerror}") from None
 
 
-async def _measured(
-    deployment: Deployment, num_runs: int, measure: Measure, console: Console
-) -> encode.Result | None:
+async def _until_stopped(measured: Awaitable[encode.Result]) -> encode.Result | None:
     """None when it was asked to stop."""
     main = asyncio.current_task()
     assert main is not None
@@ -145,33 +178,43 @@ async def _measured(
         if not main.cancelling():
             main.cancel()
 
-    recorder = Recorder()
     with stop_signals(stop):
         try:
-            with StartProgress(console) as starting:
-                async with service(deployment, starting, lambda *_: None, recorder) as running:
-                    starting.close()
-                    with _progress(console) as progress:
-                        task = progress.add_task("", total=num_runs)
-
-                        def tick(text: str) -> None:
-                            progress.update(task, description=text)
-                            progress.advance(task)
-
-                        return await measure(running, recorder, tick)
+            return await measured
         except asyncio.CancelledError:
             return None
 
 
-def _progress(console: Console) -> Progress:
+async def _on_service(
+    deployment: Deployment, num_runs: int, measure: Measure, console: Console
+) -> encode.Result:
+    recorder = Recorder()
+    with StartProgress(console) as starting:
+        async with service(deployment, starting, lambda *_: None, recorder) as running:
+            starting.close()
+            with _progress(console, num_runs) as tick:
+                return await measure(running, recorder, tick)
+
+
+@contextmanager
+def _progress(console: Console, num_runs: int) -> Iterator[Tick]:
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     text = TextColumn("{task.description}")
-    return Progress(text, *columns, console=console, disable=not console.is_terminal)
+    with Progress(text, *columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=num_runs)
+
+        def tick(text: str) -> None:
+            progress.update(task, description=text)
+            progress.advance(task)
+
+        yield tick
 
 
 async def _stage(running: Service) -> EncodeStage:
     """The running encoders, and a prompt with one picture as they render it."""
-    encoders = [e for e in running.driver.engines() if e.stage is Stage.ENCODE]
+    engines = running.driver.engines()
+    encoders = [each for each in engines if each.stage is Stage.ENCODE]
+    prefill_id = next(each.worker_id for each in engines if each.stage is Stage.PREFILL)
     request = mix.request(mix.Mix(), seed=0, index=0)
     (url,) = (p["image_url"]["url"] for p in request.content if p["type"] == "image_url")
     picture = prepare(url, encode.MAX_PIXELS)
@@ -182,7 +225,7 @@ async def _stage(running: Service) -> EncodeStage:
     messages = [{"role": "user", "content": content}]
     prompt = await encoders[0].render({"model": running.deployment.name, "messages": messages})
     pids = list(running.cluster.pids.values())
-    return EncodeStage(encoders, prompt, pids, running.cluster.folders.shm)
+    return EncodeStage(encoders, prefill_id, prompt, pids)
 
 
 def _print(sections: Sequence[report.Section], console: Console) -> None:

@@ -88,7 +88,7 @@ class Recorder:
                 case _:
                     pass
         for action in actions:
-            if isinstance(action, ev.StartEncode):
+            if isinstance(action, ev.StartEncode) and action.forward:
                 self._start(action, now_ns)
         self._stepped.set()
 

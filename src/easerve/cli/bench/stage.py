@@ -2,17 +2,15 @@
 
 All pictures are decoded, rendered and in the queue before the clock starts, and prefill begins when
 it has stopped. What is measured is the queue, the calls and what an encoder does with them:
-preprocessing, forward, embeddings published and handed over.
+preprocessing, forward, embeddings pushed to a prefill engine.
 """
 
 import asyncio
 import math
 import os
-import shutil
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from easerve.bench.cpu import cpu_seconds
@@ -21,6 +19,7 @@ from easerve.costs.linear import LinearCosts
 from easerve.engines.protocol import (
     Delta,
     EncodeCall,
+    Encoded,
     Engine,
     EngineError,
     Media,
@@ -45,6 +44,7 @@ class Stub:
 
     num_slots = 1 << 30
     max_batch_tokens = 0
+    beside: tuple[WorkerId, ...] = ()
 
     def __init__(self, stage: Stage, turn: asyncio.Event) -> None:
         self.worker_id, self.stage, self._turn = WorkerId(f"stub-{stage}"), stage, turn
@@ -52,10 +52,10 @@ class Stub:
     async def render(self, body: Mapping[str, Any]) -> Prompt:
         raise NotImplementedError
 
-    async def encode(self, calls: Sequence[EncodeCall]) -> None:
+    async def encode(self, calls: Sequence[EncodeCall]) -> Encoded:
         raise NotImplementedError
 
-    async def prefill(self, prompt: Prompt, folder: Path | None) -> Prefilled:
+    async def prefill(self, prompt: Prompt, coming: bool) -> Prefilled:
         await self._turn.wait()
         return FIRST_TOKEN
 
@@ -76,20 +76,26 @@ class Stub:
 
 
 class Rendered(Stub):
-    """A real encoder whose prompts are rendered already: all are as long as ``prompt``."""
+    """A real encoder whose prompts are rendered already: all are as long as ``prompt``.
 
-    def __init__(self, encoder: Engine, prompt: Prompt, turn: asyncio.Event) -> None:
+    It pushes to a real prefill engine, whatever its destinations.
+    """
+
+    def __init__(
+        self, encoder: Engine, prefill_id: WorkerId, prompt: Prompt, turn: asyncio.Event
+    ) -> None:
         super().__init__(Stage.ENCODE, turn)
         self.worker_id, self.max_batch_tokens = encoder.worker_id, encoder.max_batch_tokens
-        self._encoder, self._prompt = encoder, prompt
+        self._encoder, self._prefill_id, self._prompt = encoder, prefill_id, prompt
 
     async def render(self, body: Mapping[str, Any]) -> Prompt:
         (item,) = self._prompt.items
         return replace(self._prompt, items=(replace(item, key=body["part"]["uuid"]),))
 
-    async def encode(self, calls: Sequence[EncodeCall]) -> None:
+    async def encode(self, calls: Sequence[EncodeCall]) -> Encoded:
         await self._turn.wait()
-        await self._encoder.encode(calls)
+        calls = [replace(call, destinations=(self._prefill_id,)) for call in calls]
+        return await self._encoder.encode(calls)
 
 
 class Decoded(PreparationPool):
@@ -114,12 +120,15 @@ class StageRun:
 
 @dataclass(frozen=True, slots=True)
 class EncodeStage:
-    """``prompt``: of one picture, as an encoder renders it. ``pids``: of the engines."""
+    """``prompt``: of one picture, as an encoder renders it. ``pids``: of the engines.
+
+    ``prefill_id``: the engine that embeddings are pushed to.
+    """
 
     encoders: Sequence[Engine]
+    prefill_id: WorkerId
     prompt: Prompt
     pids: Sequence[int]
-    folder: Path
 
     @property
     def most_items(self) -> int:
@@ -132,13 +141,11 @@ class EncodeStage:
         recorder, go, over = Recorder(), asyncio.Event(), asyncio.Event()
         knobs = replace(knobs, max_queue_s=math.inf, flow=False)
         core = Core(knobs, Admission(len(pictures), 1 << 60), LinearCosts(), Limits())
-        folder = self.folder / "stage"
-        folder.mkdir()
-        driver = Driver(core, Decoded(pictures), folder, Metrics(), 1 << 60, recorder)
+        driver = Driver(core, Decoded(pictures), Metrics(), 1 << 60, recorder)
         for stage in (Stage.PREFILL, Stage.DECODE):
             driver.add_engine(Stub(stage, over))
         for encoder in self.encoders:
-            driver.add_engine(Rendered(encoder, self.prompt, go))
+            driver.add_engine(Rendered(encoder, self.prefill_id, self.prompt, go))
         jobs = list(_jobs(pictures))
         try:
             for job in jobs:
@@ -156,25 +163,18 @@ class EncodeStage:
             await asyncio.gather(*map(_answered, jobs))
         finally:
             await driver.close()
-            shutil.rmtree(folder, ignore_errors=True)
         return StageRun(len(jobs) / run.duration_s, cpu_s / len(jobs), run)
 
     async def call(self, pictures: Sequence[Picture]) -> float:
         """Seconds of one call to an encoder, made directly."""
-        folder = self.folder / "call"
-        folder.mkdir()
+        placeholder, destinations = self.prompt.placeholders[0], (self.prefill_id,)
         calls = [
-            EncodeCall(Media(p.key, "image_url", p.url), self.prompt.placeholders[0], folder)
+            EncodeCall(Media(p.key, "image_url", p.url), placeholder, destinations)
             for p in pictures
         ]
-        try:
-            begin = time.perf_counter()
-            await self.encoders[0].encode(calls)
-            return time.perf_counter() - begin
-        finally:
-            for file in folder.iterdir():
-                file.unlink()
-            folder.rmdir()
+        begin = time.perf_counter()
+        await self.encoders[0].encode(calls)
+        return time.perf_counter() - begin
 
     def _cpu_s(self) -> float:
         return sum(cpu_seconds([os.getpid(), *self.pids]).values())

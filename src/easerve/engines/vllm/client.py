@@ -1,9 +1,11 @@
 """A vLLM stage engine over HTTP on a Unix socket: tokens in, features in, tokens and text out."""
 
+import asyncio
 import errno
 import hashlib
 import textwrap
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +13,26 @@ import aiohttp
 import msgspec
 
 from easerve.engines.protocol import (
+    Bundle,
     Delta,
     EmbeddingMissingError,
     EncodeCall,
+    Encoded,
     EngineError,
     Media,
     Prefilled,
     Prompt,
     Route,
 )
+from easerve.engines.vllm.ec.messages import MessageError
+from easerve.engines.vllm.ec.query import missing_items
 from easerve.types import MediaItem, Modality, Stage, WorkerId
 
 GENERATE = "/inference/v1/generate"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 CONNECT_TIMEOUT_S = 5.0
 HEALTH_TIMEOUT_S = 2.0
+QUERY_TIMEOUT_S = 1.0
 NOBODY_LISTENS = (errno.ECONNREFUSED, errno.ENOENT)
 KEEPALIVE_S = 30.0  # below VLLM_HTTP_TIMEOUT_KEEP_ALIVE
 JSON = {"content-type": "application/json"}
@@ -68,6 +75,8 @@ class VllmEngine:
 
     ``media_at_prefill``: the model's placeholders are sparse, which tokens-in requests cannot say;
     requests with media go to the chat routes of encode and prefill (see models.CAPABILITIES).
+    ``inbox``: where a prefill engine takes embeddings and says which it lacks, if one knows the
+    deployment's ``token``. ``beside``: see the protocol.
     """
 
     def __init__(
@@ -79,10 +88,15 @@ class VllmEngine:
         media_at_prefill: bool = False,
         num_slots: int = 256,
         max_batch_tokens: int = 2048,
+        inbox: Path | None = None,
+        token: str = "",
+        beside: tuple[WorkerId, ...] = (),
     ) -> None:
         self.worker_id, self.stage, self._model = worker_id, stage, model
         self.num_slots, self.max_batch_tokens = num_slots, max_batch_tokens
+        self.beside = beside
         self._media_at_prefill = media_at_prefill
+        self._inbox, self._token = inbox, token
         self._session = aiohttp.ClientSession(
             "http://engine",
             connector=aiohttp.UnixConnector(str(socket), limit=0, keepalive_timeout=KEEPALIVE_S),
@@ -107,32 +121,27 @@ class VllmEngine:
             body,
         )
 
-    async def encode(self, calls: Sequence[EncodeCall]) -> None:
-        folders = {"folders": [str(call.folder) for call in calls]}
+    async def encode(self, calls: Sequence[EncodeCall]) -> Encoded:
         media = [call.media for call in calls]
-        if self._media_at_prefill:
-            await self._post(
-                CHAT,
-                {
-                    "messages": [{"role": "user", "content": [_content_part(m) for m in media]}],
-                    **ANY_TOKEN,
-                    "ec_transfer_params": folders,
-                },
-            )
-            return
-        await self._post(
-            GENERATE,
+        request = (
             {
+                "messages": [{"role": "user", "content": [_content_part(m) for m in media]}],
+                **ANY_TOKEN,
+            }
+            if self._media_at_prefill
+            else {
                 "token_ids": [call.placeholder for call in calls],
                 "content_parts": [
                     {"type": m.item_type, "url": m.url, "uuid": m.key} for m in media
                 ],
                 "sampling_params": ANY_TOKEN,
-                "ec_transfer_params": folders,
-            },
+            }
         )
+        request["ec_transfer_params"] = {"destinations": [call.destinations for call in calls]}
+        reply = await self._post(CHAT if self._media_at_prefill else GENERATE, request)
+        return Encoded(tuple(_ec_params(reply).get("evicted", ())))
 
-    async def prefill(self, prompt: Prompt, folder: Path | None) -> Prefilled:
+    async def prefill(self, prompt: Prompt, coming: bool) -> Prefilled:
         with_media = self._media_at_prefill and bool(prompt.items)
         decides = not with_media and _prefill_decides(prompt)
         sampling = _first_token(prompt, decides)
@@ -142,28 +151,37 @@ class VllmEngine:
             if with_media
             else {**_tokens_in(prompt, sampling), "output_mode": "text"}
         )
-        if folder is not None:
-            request["ec_transfer_params"] = {"folders": [str(folder)] * len(prompt.items)}
+        if prompt.items:
+            request["ec_transfer_params"] = {"coming": coming}
         if prompt.max_new_tokens > 1 or not decides:
             request["kv_transfer_params"] = NO_KV_YET
         try:
             reply = await self._post(CHAT if with_media else GENERATE, request)
         except EngineError as error:
-            # The engine names no cause. Ours is known from what it was given: the files.
-            keys = [item.key for item in prompt.items]
-            files = [folder / f"{key}.safetensors" for key in keys] if folder else []
-            if error.status == 500 and not all(file.exists() for file in files):
-                raise EmbeddingMissingError(str(error), error.status) from None
+            # The engine names no cause.
+            if error.status == 500 and (keys := await self._missing(prompt)):
+                raise EmbeddingMissingError(str(error), error.status, keys) from None
             raise
+        made = _prefilled(_ec_params(reply))
         choice, handle = reply["choices"][0], reply["kv_transfer_params"]
-        load_s = (reply.get("ec_transfer_params") or {}).get("load_s")
         if choice["finish_reason"] not in ("length", "stop"):
             raise EngineError(f"{self.worker_id} ended its token: {choice['finish_reason']}")
         if decides and (prompt.max_new_tokens <= 1 or choice["finish_reason"] == "stop"):
-            return Prefilled(answer=_delta(choice), load_s=load_s)
+            return replace(made, answer=_delta(choice))
         if not handle:
             raise EngineError(f"{self.worker_id} prefilled without keeping the KV cache")
-        return Prefilled(handle, load_s=load_s)
+        return replace(made, handle=handle)
+
+    async def _missing(self, prompt: Prompt) -> tuple[str, ...]:
+        """The keys of the prompt's items that the engine does not have, where it says so."""
+        if self._inbox is None or not prompt.items:
+            return ()
+        keys = list(dict.fromkeys(item.key for item in prompt.items))
+        try:
+            async with asyncio.timeout(QUERY_TIMEOUT_S):
+                return await missing_items(self._inbox, self._token, keys)
+        except (OSError, MessageError):  # a TimeoutError is an OSError
+            return ()
 
     async def decode(self, prompt: Prompt, handle: Mapping[str, Any]) -> AsyncIterator[Delta]:
         if prompt.route is Route.OPENAI:
@@ -355,6 +373,20 @@ def _without_media(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _content_part(media: Media) -> dict[str, Any]:
     return {"type": media.item_type, media.item_type: {"url": media.url}, "uuid": media.key}
+
+
+def _ec_params(reply: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the engine's connector says in the reply."""
+    return reply.get("ec_transfer_params") or {}
+
+
+def _prefilled(params: Mapping[str, Any]) -> Prefilled:
+    """What the connector of a prefill engine says; neither answer nor KV cache yet."""
+    return Prefilled(
+        wait_s=params.get("wait_s"),
+        bundles=tuple(Bundle(*bundle) for bundle in params.get("bundles", ())),
+        evicted=tuple(params.get("evicted", ())),
+    )
 
 
 def _delta(choice: Mapping[str, Any]) -> Delta:

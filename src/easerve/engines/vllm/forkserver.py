@@ -36,7 +36,7 @@ PRELOAD = (
     "vllm.v1.engine.utils",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector",
     "easerve.engines.vllm.executor",
-    "easerve.engines.vllm.ec_files",
+    "easerve.engines.vllm.ec.connector",
 )
 
 
@@ -72,6 +72,8 @@ def run_engine(request: dict[str, Any]) -> None:
     os.dup2(log, 2)
     os.close(log)
     os.environ.update(request["env"])
+    if cores := os.environ.get("EASERVE_CORES"):  # as site/sitecustomize does
+        os.sched_setaffinity(0, map(int, cores.split(",")))
     sys.argv = ["vllm", *request["argv"]]
     from vllm.entrypoints.launchers.api_server.entry import main
 

@@ -2,6 +2,8 @@
 
 An encoder loads the vision tower and its projector only (vLLM does that for an EC producer);
 prefill and decode engines load the language model only (no media allowed, embeddings come in).
+Encoders push embeddings into the inboxes of prefill engines, which need not know who they are: one
+secret, in the environment, is a deployment's.
 """
 
 import json
@@ -9,17 +11,20 @@ import os
 import random
 import socket
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from easerve.config import ConfigError, Deployment, StageSection
+from easerve.config import ConfigError, Deployment
+from easerve.engines.vllm.memory import CPU_KV_CACHE_BYTES, Row
+from easerve.engines.vllm.topology import Member, members
 from easerve.types import Stage, WorkerId
 
 ENTRY = "vllm.entrypoints.launchers.api_server.entry"
 SITE = Path(__file__).parent / "site"
-CPU_KV_CACHE_BYTES = 64 << 20
+TOKEN, CORES = "EASERVE_EC_TOKEN", "EASERVE_CORES"  # also in ec/connector, site/sitecustomize
+SIDE_CHANNEL_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 MAX_SOCKET_PATH = 107  # sun_path of a Unix socket, less the closing zero
 PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 ENCODE_BATCH_TOKENS = 8192  # the budget of one encoder forward, and the size of its cache
@@ -28,91 +33,82 @@ NO_MEDIA = {"image": 0, "video": 0, "audio": 0}
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """How to start one engine: ``python -m ENTRY *argv`` with ``env`` added to the environment."""
+    """How to start one engine: ``python -m ENTRY *argv`` with ``env`` added to the environment.
+
+    ``inbox``: where a prefill engine listens for embeddings. ``beside``: the encoders whose devices
+    a local prefill engine shares.
+    """
 
     worker_id: WorkerId
     stage: Stage
     argv: tuple[str, ...]
-    env: Mapping[str, str]
+    env: Mapping[str, str] = field(repr=False)  # it holds the secret
     socket: Path
     log: Path
     devices: tuple[int, ...] = ()
+    inbox: Path | None = None
+    beside: tuple[WorkerId, ...] = ()
 
     def command(self) -> list[str]:
         return [sys.executable, "-m", ENTRY, *self.argv]
 
-
-def section_of(deployment: Deployment, stage: Stage) -> StageSection:
-    return {
-        Stage.ENCODE: deployment.encode,
-        Stage.PREFILL: deployment.prefill,
-        Stage.DECODE: deployment.decode,
-    }[stage]
-
-
-def worker_ids(deployment: Deployment) -> Iterator[tuple[WorkerId, Stage, int]]:
-    """Every engine: its id (``encode-0``), its stage and its number within the stage."""
-    for stage in Stage:
-        for index in range(section_of(deployment, stage).replicas):
-            yield WorkerId(f"{stage}-{index}"), stage, index
-
-
-def assign_devices(deployment: Deployment) -> dict[WorkerId, tuple[int, ...]]:
-    """The GPUs of each engine: those the file names, else the lowest that nobody named."""
-    if deployment.device == "cpu":
-        return {worker_id: () for worker_id, _, _ in worker_ids(deployment)}
-    sections = [section_of(deployment, stage) for stage in Stage]
-    named = {gpu for section in sections for group in section.devices or () for gpu in group}
-    free = (gpu for gpu in range(1 << 16) if gpu not in named)
-    assigned = {}
-    for worker_id, stage, index in worker_ids(deployment):
-        section = section_of(deployment, stage)
-        assigned[worker_id] = (
-            section.devices[index]
-            if section.devices
-            else tuple(next(free) for _ in range(section.tensor_parallel_size))
-        )
-    return assigned
+    def again(self) -> "EngineSpec":
+        """For another start: where the last one's port may be in use yet."""
+        (port,) = _free_ports(1)
+        return replace(self, env={**self.env, SIDE_CHANNEL_PORT: str(port)})
 
 
 def engine_specs(
-    deployment: Deployment, run_dir: Path, log_dir: Path, media_at_prefill: bool = False
+    deployment: Deployment,
+    plan: Sequence[Row],
+    run_dir: Path,
+    log_dir: Path,
+    token: str,
+    media_at_prefill: bool = False,
 ) -> list[EngineSpec]:
     """The launch of every engine; sockets in ``run_dir``, logs in ``log_dir``.
 
-    ``media_at_prefill``: prefill engines get the media, too (see models.CAPABILITIES).
+    ``plan`` is the deployment's memory plan, ``token`` the secret that its encoders and prefill
+    engines know each other by. ``media_at_prefill``: prefill engines get the media, too (see
+    models.CAPABILITIES).
     """
     template = deployment.engine.chat_template
     if template is not None and not Path(template).is_file():
         raise ConfigError(f"engine.chat_template: there is no file {template!r}")
-    devices = assign_devices(deployment)
-    ports = iter(_free_ports(len(devices)))
+    engines = members(deployment)
+    rows = {row.worker_id: row for row in plan}
     specs = []
-    for worker_id, stage, _ in worker_ids(deployment):
-        address = run_dir / f"{worker_id}.sock"
-        if len(os.fsencode(address)) > MAX_SOCKET_PATH:
-            raise ConfigError(f"{address}: too long for a Unix socket; choose a shorter TMPDIR")
+    for each, port in zip(engines, _free_ports(len(engines)), strict=True):
+        address = run_dir / f"{each.worker_id}.sock"
+        inbox = run_dir / f"{each.worker_id}.ec.sock" if each.stage is Stage.PREFILL else None
+        for path in (inbox or address, address):
+            if len(os.fsencode(path)) > MAX_SOCKET_PATH:
+                raise ConfigError(f"{path}: too long for a Unix socket; choose a shorter TMPDIR")
+        row = rows[each.worker_id]
         specs.append(
             EngineSpec(
-                worker_id,
-                stage,
-                tuple(_arguments(deployment, stage, address, media_at_prefill)),
-                _environment(deployment, run_dir, devices[worker_id], next(ports)),
+                each.worker_id,
+                each.stage,
+                tuple(_arguments(deployment, each, row, address, media_at_prefill)),
+                _environment(deployment, each, run_dir, port, token),
                 address,
-                log_dir / f"{worker_id}.log",
-                devices[worker_id],
+                log_dir / f"{each.worker_id}.log",
+                each.devices,
+                inbox,
+                each.beside,
             )
         )
     return specs
 
 
 def _arguments(
-    deployment: Deployment, stage: Stage, address: Path, media_at_prefill: bool
+    deployment: Deployment, member: Member, row: Row, address: Path, media_at_prefill: bool
 ) -> Iterator[str]:
-    engine, section = deployment.engine, section_of(deployment, stage)
+    engine, section, stage = deployment.engine, member.section, member.stage
     cpu = deployment.device == "cpu"
-    # Without a size vLLM reserves a share of all memory, on a CPU even for an encoder.
-    default_kv_cache = CPU_KV_CACHE_BYTES if cpu else None
+    # Without a size vLLM reserves a share of all memory, on a CPU even for an encoder. Beside an
+    # encoder it would take what that one takes meanwhile for its own.
+    default_kv_cache = CPU_KV_CACHE_BYTES if cpu else row.kv_cache if member.beside else None
     takes_media = stage is Stage.ENCODE or (media_at_prefill and stage is Stage.PREFILL)
     processor = takes_media and engine.mm_processor_kwargs
     batch_tokens = ENCODE_BATCH_TOKENS if stage is Stage.ENCODE else None
@@ -141,9 +137,9 @@ def _arguments(
         yield from ("--enforce-eager", "--distributed-executor-backend", executor)
     else:
         yield from ("--tensor-parallel-size", str(section.tensor_parallel_size))
-        yield from ("--gpu-memory-utilization", str(section.gpu_memory_utilization))
+        yield from ("--gpu-memory-utilization", f"{row.share:g}")
     if stage is Stage.ENCODE:
-        yield from ("--ec-transfer-config", _ec_config("ec_producer"))
+        yield from ("--ec-transfer-config", _ec_config("ec_producer", deployment, address))
         yield "--no-enable-prefix-caching"
     else:
         # Items come without data here; a processor cache would look for the data.
@@ -153,17 +149,26 @@ def _arguments(
         role = "kv_producer" if stage is Stage.PREFILL else "kv_consumer"
         yield from ("--kv-transfer-config", _kv_config(role, deployment.device))
     if stage is Stage.PREFILL:
-        yield from ("--ec-transfer-config", _ec_config("ec_consumer"))
+        yield from ("--ec-transfer-config", _ec_config("ec_consumer", deployment, address))
     yield from engine.extra_args
     yield from section.extra_args
 
 
-def _ec_config(role: str) -> str:
+def _ec_config(role: str, deployment: Deployment, address: Path) -> str:
+    """``address``: the engine's socket, whose name is the engine's."""
     return json.dumps(
         {
-            "ec_connector": "FileConnector",
-            "ec_connector_module_path": "easerve.engines.vllm.ec_files",
+            "ec_connector": "PushConnector",
+            "ec_connector_module_path": "easerve.engines.vllm.ec.connector",
             "ec_role": role,
+            "ec_connector_extra_config": {
+                "name": address.stem,
+                "inboxes": str(address.parent),
+                "cache_bytes": int(deployment.engine.embedding_cache),
+                "timeout_s": deployment.engine.embedding_timeout_s,
+                # On GPUs memory goes from process to process, and by memfd where it cannot.
+                "transport": "memfd" if deployment.device == "cpu" else "cuda-ipc",
+            },
         }
     )
 
@@ -181,7 +186,7 @@ def _kv_config(role: str, device: str) -> str:
 
 
 def _environment(
-    deployment: Deployment, run_dir: Path, devices: tuple[int, ...], nixl_port: int
+    deployment: Deployment, member: Member, run_dir: Path, nixl_port: int, token: str
 ) -> dict[str, str]:
     inherited = os.environ.get("PYTHONPATH")
     env = {
@@ -189,13 +194,17 @@ def _environment(
         # Longer than the router keeps a connection, so that it never writes to a closed one.
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(nixl_port),
+        SIDE_CHANNEL_PORT: str(nixl_port),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_RPC_BASE_PATH": str(run_dir),
         "TMPDIR": str(run_dir),
         # All engines of a local deployment are on this host: UCX has no business elsewhere.
         "UCX_NET_DEVICES": os.environ.get("UCX_NET_DEVICES", "lo"),
     }
+    if member.stage is not Stage.DECODE:
+        env[TOKEN] = token
+    if member.cores:
+        env[CORES] = ",".join(map(str, member.cores))
     if deployment.device == "cpu":
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         env["OMP_NUM_THREADS"] = str(deployment.engine.cpu_threads)
@@ -204,7 +213,7 @@ def _environment(
         # Eager engines would still compile one function, for 15 s, at the first log-probability.
         env["TORCHDYNAMO_DISABLE"] = "1"
     else:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, member.devices))
     return env
 
 

@@ -5,6 +5,7 @@ PYTHONPATH and on nobody else's, so every process of an engine (API server, engi
 model inspection) gets the same fixes and the router gets none:
 
 * it dies with its parent, so that no ``kill -9`` leaves an engine behind;
+* it stays on the cores that its engine was given (``EASERVE_CORES``, e.g. ``0,1``);
 * a CUDA build of torchvision beside a CPU build of torch (what the public package index alone
   gives) has its operators declared, as its compiled part cannot load; CUDA builds of torchaudio
   and torchcodec are hidden. Builds that match are left alone;
@@ -143,6 +144,8 @@ class ImportHooks:
         return spec
 
 
+if cores := os.environ.get("EASERVE_CORES"):
+    os.sched_setaffinity(0, map(int, cores.split(",")))
 sys.meta_path.insert(0, ImportHooks())
 hide_mismatched_companions()
 # The resource tracker has to outlive its parent: it removes what the parent left in /dev/shm.

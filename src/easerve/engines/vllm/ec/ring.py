@@ -1,0 +1,66 @@
+"""Slots in a buffer that other processes read: taken in turn, given back in any order."""
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from easerve.engines.vllm.ec.messages import ALIGNMENT, Slot
+
+SLOT_LIFE_NS = 5_000_000_000  # from the push; a reader discards what it read later
+
+
+@dataclass(slots=True)
+class _Slot:
+    number: int
+    begin: int
+    end: int
+    peer: str
+    until_ns: int
+    is_free: bool = False
+
+
+class Ring:
+    """Bookkeeping of a buffer of ``num_bytes``; it touches no memory.
+
+    A slot is free again when its peer gave it back or is gone, or when its life is over.
+    """
+
+    def __init__(self, num_bytes: int, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        self._num_bytes, self._clock = num_bytes, clock
+        self._slots: deque[_Slot] = deque()  # in the order they were taken
+        self._numbers = itertools.count()
+
+    def take(self, num_bytes: int, peer: str) -> Slot | None:
+        """A slot of this size, or None where there is no room now."""
+        now = self._clock()
+        while self._slots and (self._slots[0].is_free or self._slots[0].until_ns < now):
+            self._slots.popleft()
+        begin = self._place(-(-num_bytes // ALIGNMENT) * ALIGNMENT)
+        if begin is None:
+            return None
+        slot = _Slot(next(self._numbers), begin, begin + num_bytes, peer, now + SLOT_LIFE_NS)
+        self._slots.append(slot)
+        return Slot(slot.number, begin, num_bytes)
+
+    def _place(self, num_bytes: int) -> int | None:
+        if not self._slots:
+            return 0 if num_bytes <= self._num_bytes else None
+        first, last = self._slots[0], self._slots[-1]
+        begin = -(-last.end // ALIGNMENT) * ALIGNMENT
+        if last.begin < first.begin:  # it has come round
+            return begin if begin + num_bytes <= first.begin else None
+        if begin + num_bytes <= self._num_bytes:
+            return begin
+        return 0 if num_bytes <= first.begin else None
+
+    def give_back(self, peer: str, number: int) -> None:
+        for slot in self._slots:
+            if slot.peer == peer and slot.number == number:
+                slot.is_free = True
+
+    def forget(self, peer: str) -> None:
+        """The peer is gone and reads no more."""
+        for slot in self._slots:
+            slot.is_free = slot.is_free or slot.peer == peer

@@ -1,0 +1,178 @@
+"""A deployment with local prefill as it lives: its engines are processes that only listen."""
+
+import asyncio
+import os
+import signal
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from easerve.cli import deploy
+from easerve.cli.deploy import Service, service
+from easerve.cluster import restarts
+from easerve.cluster.local import make_folders
+from easerve.config import Deployment
+from easerve.engines.vllm import launch
+from easerve.types import Stage, WorkerId
+
+from ..processes import is_alive, wait_until
+
+ROOT = Path(__file__).parents[2]
+LOCAL, ALL = "local-prefill-0", ["encode-0", "local-prefill-0", "prefill-0", "decode-0"]
+Exits = list[tuple[WorkerId, int, float | None]]
+Serve = Callable[[], AbstractAsyncContextManager[Service]]
+
+
+class Connected:
+    """In place of VllmEngine: what it is made of, and whether somebody listens."""
+
+    made: list["Connected"]
+
+    def __init__(
+        self,
+        worker_id: WorkerId,
+        stage: Stage,
+        socket: Path,
+        model: str,
+        media_at_prefill: bool,
+        num_slots: int,
+        max_batch_tokens: int,
+        **more: Any,
+    ) -> None:
+        self.worker_id, self.stage, self.socket, self.num_slots = (
+            worker_id,
+            stage,
+            socket,
+            num_slots,
+        )
+        self.max_batch_tokens, self.beside, self.more = max_batch_tokens, more["beside"], more
+        self.closed = False
+        self.made.append(self)
+
+    async def learn_limits(self) -> None:
+        pass
+
+    async def health(self) -> bool:
+        with socket.socket(socket.AF_UNIX) as client:
+            return client.connect_ex(str(self.socket)) == 0
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def exits() -> Exits:
+    """The ends of engines as they are told."""
+    return []
+
+
+@pytest.fixture
+def serve(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exits: Exits
+) -> Iterator[Serve]:
+    monkeypatch.setattr(Connected, "made", [], raising=False)
+    monkeypatch.setattr(deploy, "VllmEngine", Connected)
+    monkeypatch.setattr(deploy, "make_folders", partial(make_folders, tmp_path / "logs"))
+    monkeypatch.setattr(launch, "ENTRY", "tests.cli.dummy_engine")
+    monkeypatch.setattr(restarts, "FIRST_PAUSE_S", 0.1)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT), str(ROOT / "src"))))
+    content = {
+        "model": str(model),
+        "server": {"port": 0},
+        "engine": {"fork_server": False},
+        "local_prefill": {"max_num_seqs": 7},
+        "policy": {"remote_share": 0.5},
+    }
+    made = Deployment.model_validate(content)
+    with tempfile.TemporaryDirectory(
+        prefix="ea-", dir="/tmp"
+    ) as folder:  # a socket's path is short
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        yield lambda: service(made, lambda *_: None, lambda *exit: exits.append(exit))
+        assert not list(Path(folder).iterdir())
+
+
+async def until(holds: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not holds():  # noqa: ASYNC110 (what is waited for has no event)
+            await asyncio.sleep(0.02)
+
+
+def joined(running: Service) -> list[str]:
+    return sorted(engine.worker_id for engine in running.driver.engines())
+
+
+async def kill(running: Service, name: str) -> int:
+    pid = running.cluster.pids[name]
+    os.kill(pid, signal.SIGKILL)
+    await until(lambda: name not in joined(running))
+    return pid
+
+
+async def test_engines_are_connected_as_the_deployment_says(serve: Serve) -> None:
+    async with serve() as running:
+        assert joined(running) == sorted(ALL)
+        assert [each.worker_id for each in Connected.made] == ALL
+        encoder, local, prefill, _ = Connected.made
+        assert (local.stage, local.num_slots, local.beside) == (Stage.PREFILL, 7, ("encode-0",))
+        assert (prefill.num_slots, prefill.beside) == (256, ())
+        assert local.more["inbox"] == local.socket.with_name("local-prefill-0.ec.sock")
+        assert encoder.more["inbox"] is None
+        tokens = {each.more["token"] for each in Connected.made}
+        assert len(tokens) == 1
+        assert len(tokens.pop()) == 64
+
+
+async def test_no_two_deployments_have_the_same_secret(serve: Serve) -> None:
+    for _ in range(2):
+        async with serve():
+            pass
+    assert len({each.more["token"] for each in Connected.made}) == 2
+
+
+async def test_a_local_prefill_engine_that_was_killed_comes_back(
+    serve: Serve, exits: Exits, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serve() as running:
+        for count in (1, 2):
+            before = await kill(running, LOCAL)
+            await until(lambda: LOCAL in joined(running))
+            assert running.cluster.pids[LOCAL] != before
+            assert joined(running) == sorted(ALL)
+            assert len(caplog.messages) >= count
+        assert exits == [(LOCAL, -9, 0.1), (LOCAL, -9, 0.2)]
+        first, second, third = (each for each in Connected.made if each.worker_id == LOCAL)
+        assert (first.closed, second.closed, third.closed) == (True, True, False)
+        (joined_now,) = (each for each in running.driver.engines() if each.beside)
+        assert id(joined_now) == id(third)
+    assert any(message.startswith(f"{LOCAL} is back after ") for message in caplog.messages)
+
+
+@pytest.mark.parametrize("name", ["encode-0", "prefill-0", "decode-0"])
+async def test_an_engine_of_another_stage_does_not(serve: Serve, exits: Exits, name: str) -> None:
+    async with serve() as running:
+        await kill(running, name)
+        await asyncio.sleep(0.3)
+        assert joined(running) == sorted({*ALL} - {name})
+        assert exits == [(name, -9, None)]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_restart_under_way_ends_with_the_server(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
+    monkeypatch.setattr(restarts, "FIRST_PAUSE_S", 0.01 if begun else 60)
+    async with serve() as running:
+        pids = [*running.cluster.pids.values(), await kill(running, LOCAL)]
+        if begun:
+            await until(lambda: LOCAL in running.cluster.pids)
+            pids.append(running.cluster.pids[LOCAL])
+        assert LOCAL not in joined(running)
+    wait_until(lambda: not any(map(is_alive, pids)))
+    assert not running.cluster.pids
