@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -281,16 +282,16 @@ def launch(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[transfer_engines.Launch]:
     """Nothing of it runs yet. The connectors are ours, and vLLM's with a folder."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    run = Path(tempfile.mkdtemp(prefix="ea-"))  # short enough for the sockets in it
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(run))
     monkeypatch.setattr("easerve.cluster.local.LOG_ROOT", tmp_path / "logs")
     monkeypatch.setattr(transfer_engines, "MODULE", "tests.cli.dummy_transfer")
-    (tmp_path / "run").mkdir()
     pair = {"replicas": 2}
     deployment = Deployment.model_validate({"model": str(model), "encode": pair, "prefill": pair})
     storages = {"push": None, "example": tmp_path / "files"}
     with transfer_engines.planned(deployment, storages) as planned:
         yield planned
-    assert not list((tmp_path / "run").iterdir())
+    run.rmdir()  # nothing is left in it
 
 
 def test_each_connector_has_a_pair_of_engines(

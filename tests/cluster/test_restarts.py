@@ -6,6 +6,7 @@ import pytest
 from easerve.cluster import restarts
 from easerve.cluster.local import EngineStartError
 from easerve.cluster.restarts import STEADY_S, Restarts
+from easerve.config import ConfigError
 from easerve.types import WorkerId
 
 ONE, OTHER = WorkerId("local-prefill-0"), WorkerId("local-prefill-1")
@@ -140,3 +141,15 @@ async def test_nothing_is_started_once_it_is_closed(begun: bool) -> None:
     assert starts.restarts.ended(ONE) is None
     await asyncio.sleep(0.01)
     assert len(starts.begun) == begun
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("error", [ConfigError("no port is free"), OSError("no space")])
+async def test_what_could_not_be_started_is_tried_again(error: Exception) -> None:
+    starts = Starts()
+    starts.error = error
+    starts.restarts.ended(ONE)
+    await until(lambda: len(starts.begun) == 2)
+    starts.error = None
+    await until(lambda: starts.done == [ONE])
+    await starts.restarts.close()

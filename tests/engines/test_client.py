@@ -139,7 +139,7 @@ async def call(engine: VllmEngine, method: str) -> object:
             await engine.encode([EncodeCall(media, 32, (P0,))])
             return None
         case "prefill":
-            return await engine.prefill(TEXT, False)
+            return await engine.prefill(TEXT, ())
         case "decode":
             return await decode(engine)
         case "decode as OpenAI":
@@ -275,9 +275,9 @@ def drawn(**sampling: Any) -> Prompt:
     return Prompt([1], {"max_tokens": 9} | sampling)
 
 
-@pytest.mark.parametrize("coming", [True, False])
+@pytest.mark.parametrize("coming", [[0], []])
 async def test_prefill_asks_for_one_token_and_keeps_the_kv_cache(
-    server: StandIn, engine: VllmEngine, coming: bool
+    server: StandIn, engine: VllmEngine, coming: list[int]
 ) -> None:
     server.answer = replies(prefilled())
     assert await engine.prefill(PROMPT, coming) == Prefilled(HANDLE)
@@ -297,12 +297,12 @@ async def test_prefill_tells_what_the_engine_waited_for_got_and_dropped(
     server: StandIn, engine: VllmEngine
 ) -> None:
     server.answer = replies(prefilled(ec_transfer_params=SAID))
-    assert await engine.prefill(PROMPT, True) == Prefilled(HANDLE, **TOLD)
+    assert await engine.prefill(PROMPT, [0]) == Prefilled(HANDLE, **TOLD)
 
 
 async def test_prefill_of_text_names_no_embeddings(server: StandIn, engine: VllmEngine) -> None:
     server.answer = replies(prefilled())
-    assert await engine.prefill(TEXT, False) == Prefilled(HANDLE)
+    assert await engine.prefill(TEXT, ()) == Prefilled(HANDLE)
     sent = {
         "model": "tiny",
         "token_ids": [1, 2, 3],
@@ -315,7 +315,7 @@ async def test_prefill_of_text_names_no_embeddings(server: StandIn, engine: Vllm
 
 async def test_no_media_are_sent_to_prefill_and_decode(server: StandIn, engine: VllmEngine) -> None:
     server.answer = replies(prefilled())
-    await engine.prefill(PROMPT, False)
+    await engine.prefill(PROMPT, ())
     server.answer = streams({"choices": [choice("two", 7, "stop")]})
     await decode(engine)
     await decode_openai(server, engine, PROMPT)
@@ -352,7 +352,7 @@ async def test_prefill_ends_an_answer_only_if_it_draws_what_decode_would(
     prompt = replace(drawn(**ENDS | sampling), route=route)
     before = dict(prompt.sampling)
     server.answer = replies(prefilled("stop"))
-    made = await engine.prefill(prompt, False)
+    made = await engine.prefill(prompt, ())
     if decides:
         assert server.body["sampling_params"] == before | {"max_tokens": 1, "min_tokens": 1}
         assert made == Prefilled(answer=Delta("two", [7], "stop"))
@@ -374,7 +374,7 @@ async def test_prefill_sees_every_parameter_that_may_be_wrong(
 ) -> None:
     server.answer = fails(400, "no such value")
     with pytest.raises(EngineError, match="no such value") as error:
-        await engine.prefill(drawn(temperature=temperature, **wrong), False)
+        await engine.prefill(drawn(temperature=temperature, **wrong), ())
     assert not error.value.retryable
     assert wrong.items() <= server.body["sampling_params"].items()
 
@@ -385,7 +385,7 @@ async def test_prefill_cannot_be_asked_for_more_tokens_than_its_one(
 ) -> None:
     server.answer = replies(prefilled())
     given = {} if asked is None else {"min_tokens": asked}
-    await engine.prefill(drawn(temperature=0, **given), False)
+    await engine.prefill(drawn(temperature=0, **given), ())
     assert server.body["sampling_params"].get("min_tokens") == sent
 
 
@@ -393,12 +393,12 @@ async def test_a_first_token_that_does_not_end_the_answer_is_decodes_to_say(
     server: StandIn, engine: VllmEngine
 ) -> None:
     server.answer = replies(prefilled("length"))
-    assert await engine.prefill(TEXT, False) == Prefilled(HANDLE)
+    assert await engine.prefill(TEXT, ()) == Prefilled(HANDLE)
 
 
 async def test_an_answer_of_one_token_needs_no_decode(server: StandIn, engine: VllmEngine) -> None:
     server.answer = replies(prefilled(handle=None, ec_transfer_params=SAID))
-    made = await engine.prefill(drawn(max_tokens=1), False)
+    made = await engine.prefill(drawn(max_tokens=1), ())
     assert made == Prefilled(answer=Delta("two", [7], "length"), **TOLD)
 
 
@@ -409,7 +409,7 @@ async def test_an_answer_that_ends_at_its_first_token_is_final(
     entry = {"token": "two", "logprob": -1.0, "bytes": None, "top_logprobs": []}
     said = choice("two", 7, "stop", stop_reason=3, logprobs={"content": [entry]})
     server.answer = replies(prefilled(handle=handle, choices=[said]))
-    made = await engine.prefill(TEXT, False)
+    made = await engine.prefill(TEXT, ())
     assert made == Prefilled(answer=Delta("two", [7], "stop", 3, [entry]))
 
 
@@ -419,7 +419,7 @@ async def test_the_clients_salt_goes_with_the_tokens(
 ) -> None:
     server.answer = replies(prefilled())
     salted = replace(TEXT, body={**TEXT.body, "cache_salt": salt})
-    await engine.prefill(salted, False)
+    await engine.prefill(salted, ())
     server.answer = streams({"choices": [choice("two", 7, "stop")]})
     await decode(engine, salted)
     assert [body.get("cache_salt") for _, body in server.requests] == [salt or None] * 2
@@ -470,13 +470,13 @@ async def test_prefill_of_sparse_placeholders_is_the_chat_again_with_its_media(
     server.answer = replies(reply | {"ec_transfer_params": SAID})
     sampling = GREEDY | {"max_tokens": max_tokens}
     prompt = replace(PROMPT, body=RENDERING | SAYING, route=route, sampling=sampling)
-    assert await sparse.prefill(prompt, True) == Prefilled(HANDLE, **TOLD)
+    assert await sparse.prefill(prompt, [0]) == Prefilled(HANDLE, **TOLD)
     sent = {
         "model": "tiny",
         **RENDERING,
         **ANY_TOKEN,
         "tool_choice": "none",
-        "ec_transfer_params": {"coming": True},
+        "ec_transfer_params": {"coming": [0]},
         "kv_transfer_params": KEEP,
     }
     assert server.requests == [(CHAT, sent)]
@@ -484,7 +484,7 @@ async def test_prefill_of_sparse_placeholders_is_the_chat_again_with_its_media(
 
 async def test_text_is_prefilled_as_everywhere(server: StandIn, sparse: VllmEngine) -> None:
     server.answer = replies(prefilled("stop"))
-    assert (await sparse.prefill(TEXT, False)).answer == Delta("two", [7], "stop")
+    assert (await sparse.prefill(TEXT, ())).answer == Delta("two", [7], "stop")
     assert [path for path, _ in server.requests] == [GENERATE]
 
 
@@ -493,7 +493,7 @@ async def test_a_prefill_with_media_that_lacked_an_embedding_says_so(
 ) -> None:
     server.answer = fails(500)
     with pytest.raises(EmbeddingMissingError):
-        await sparse.prefill(PROMPT, True)
+        await sparse.prefill(PROMPT, [0])
 
 
 # Prefill fails --------------------------------------------------------------------------------
@@ -505,7 +505,7 @@ async def test_a_prefill_that_kept_no_kv_cache_has_failed(
 ) -> None:
     server.answer = replies(prefilled(handle=handle))
     with pytest.raises(EngineError, match="e-0 prefilled without keeping the KV cache") as error:
-        await engine.prefill(TEXT, False)
+        await engine.prefill(TEXT, ())
     assert error.value.retryable
 
 
@@ -516,7 +516,7 @@ async def test_a_prefill_that_ends_otherwise_has_failed(
 ) -> None:
     server.answer = replies(prefilled(choices=[choice("", 7, finish)]))
     with pytest.raises(EngineError, match=f"e-0 ended its token: {finish}") as error:
-        await engine.prefill(prompt, False)
+        await engine.prefill(prompt, ())
     assert (error.value.status, error.value.retryable) == (None, True)
 
 
@@ -526,7 +526,7 @@ async def test_a_prefill_with_sparse_placeholders_that_ends_otherwise_has_failed
     choices = [{"message": {}, "finish_reason": "abort"}]
     server.answer = replies({"choices": choices, "kv_transfer_params": HANDLE})
     with pytest.raises(EngineError, match="e-0 ended its token: abort"):
-        await sparse.prefill(PROMPT, False)
+        await sparse.prefill(PROMPT, ())
 
 
 def put(store: Store, *keys: str) -> None:
@@ -555,7 +555,7 @@ async def test_a_failed_prefill_lacked_the_embeddings_that_the_engine_does_not_h
     server.answer = fails(status)
     put(store, *present)
     with pytest.raises(EngineError, match="it went wrong") as error:
-        await engine.prefill(PROMPT, True)
+        await engine.prefill(PROMPT, [0])
     assert getattr(error.value, "keys", None) == missing
     assert isinstance(error.value, EmbeddingMissingError) is bool(missing)
     assert error.value.status == status
@@ -566,7 +566,7 @@ async def test_an_item_that_is_lacked_twice_is_named_once(
 ) -> None:
     server.answer = fails(500)
     with pytest.raises(EmbeddingMissingError) as error:
-        await engine.prefill(replace(PROMPT, items=(*ITEMS, *ITEMS)), False)
+        await engine.prefill(replace(PROMPT, items=(*ITEMS, *ITEMS)), ())
     assert error.value.keys == ("k0", "k1")
 
 
@@ -578,7 +578,7 @@ async def test_an_engine_that_does_not_say_what_it_lacks_has_just_failed(
 
     async def prefill_fails() -> None:
         with pytest.raises(EngineError) as error:
-            await engine.prefill(PROMPT, False)
+            await engine.prefill(PROMPT, ())
         assert type(error.value) is EngineError
 
     await prefill_fails()
@@ -594,7 +594,7 @@ async def test_who_does_not_know_where_to_ask_does_not_ask(
     server.answer = fails(500)
     engine = VllmEngine(WorkerId("e-0"), Stage.PREFILL, server.socket, "tiny")
     with pytest.raises(EngineError) as error:
-        await engine.prefill(PROMPT, False)
+        await engine.prefill(PROMPT, ())
     assert type(error.value) is EngineError
     await engine.close()
 
@@ -604,7 +604,7 @@ async def test_a_failed_prefill_of_text_lacked_no_embedding(
 ) -> None:
     server.answer = fails(500)
     with pytest.raises(EngineError) as error:
-        await engine.prefill(TEXT, False)
+        await engine.prefill(TEXT, ())
     assert type(error.value) is EngineError
 
 
@@ -952,7 +952,7 @@ async def test_a_text_that_fits_is_given_as_it_is(
 ) -> None:
     server.answer = fails(400, "x" * number)
     with pytest.raises(EngineError) as error:
-        await engine.prefill(TEXT, False)
+        await engine.prefill(TEXT, ())
     assert str(error.value) == "x" * number
 
 

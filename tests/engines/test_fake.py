@@ -53,7 +53,7 @@ async def pieces(decode: FakeEngine, prompt: Prompt, handle: Mapping[str, Any]) 
 
 async def test_a_handle_is_used_once(prefill: FakeEngine, decode: FakeEngine) -> None:
     prompt = await prefill.render(TEXT)
-    handle = (await prefill.prefill(prompt, coming=False)).handle
+    handle = (await prefill.prefill(prompt, coming=())).handle
     assert "".join(d.text for d in await pieces(decode, prompt, handle)) == "".join(
         words("a b", ())
     )
@@ -66,7 +66,7 @@ async def test_a_decode_that_does_not_begin_has_not_used_its_handle(
     prefill: FakeEngine, decode: FakeEngine, fabric: Fabric, status: int | None
 ) -> None:
     prompt = await prefill.render(TEXT)
-    handle = (await prefill.prefill(prompt, coming=False)).handle
+    handle = (await prefill.prefill(prompt, coming=())).handle
     decode.failures["decode"].append(EngineError("no", status))
     with pytest.raises(EngineError, match="no"):
         await pieces(decode, prompt, handle)
@@ -77,7 +77,7 @@ async def test_a_release_uses_the_handle(
     prefill: FakeEngine, decode: FakeEngine, fabric: Fabric
 ) -> None:
     prompt = await prefill.render(TEXT)
-    handle = (await prefill.prefill(prompt, coming=False)).handle
+    handle = (await prefill.prefill(prompt, coming=())).handle
     await decode.release(prompt, handle)
     assert (fabric.kv, fabric.uses.total()) == ({}, 1)
     with pytest.raises(EngineError, match="twice"):
@@ -179,9 +179,9 @@ async def test_a_failure_may_come_in_the_middle_of_a_call(
     assert pushed(prefill) == ([], [])
 
 
-@pytest.mark.parametrize("coming", [True, False])
+@pytest.mark.parametrize("coming", [[0], []])
 async def test_a_prompt_with_pictures_needs_their_embeddings(
-    fabric: Fabric, encode: FakeEngine, coming: bool
+    fabric: Fabric, encode: FakeEngine, coming: list[int]
 ) -> None:
     prefill = FakeEngine(P0, Stage.PREFILL, fabric, timeout_s=0.01)
     prompt = await prefill.render(CHAT)
@@ -189,7 +189,7 @@ async def test_a_prompt_with_pictures_needs_their_embeddings(
         await prefill.prefill(prompt, coming)
     assert (error.value.keys, error.value.retryable) == (("k0",), True)
     await encode.encode(calls("k0"))
-    made = await prefill.prefill(prompt, coming=False)
+    made = await prefill.prefill(prompt, coming=())
     assert made.handle
     assert made.bundles == (Bundle(1, BYTES_PER_ITEM, 0.0),)
 
@@ -197,7 +197,7 @@ async def test_a_prompt_with_pictures_needs_their_embeddings(
 async def test_prefill_waits_for_what_is_coming_and_says_how_long(
     encode: FakeEngine, prefill: FakeEngine
 ) -> None:
-    task = asyncio.create_task(prefill.prefill(await prefill.render(CHAT), coming=True))
+    task = asyncio.create_task(prefill.prefill(await prefill.render(CHAT), coming=[0]))
     await asyncio.sleep(0.05)
     assert not task.done()
     await encode.encode(calls("k0"))
@@ -213,7 +213,7 @@ async def test_prefill_says_once_what_came_and_what_it_keeps_no_longer(
     await encode.encode(calls("a"))
     await encode.encode(calls("k0"))
     prompt = await prefill.render(CHAT)
-    first, second = [await prefill.prefill(prompt, coming=False) for _ in range(2)]
+    first, second = [await prefill.prefill(prompt, coming=()) for _ in range(2)]
     assert (len(first.bundles), first.evicted) == (2, ("a",))
     assert (second.bundles, second.evicted) == ((), ())
 
@@ -234,7 +234,7 @@ async def test_prefill_answers_where_vllms_does(
     prefill: FakeEngine, parameters: dict[str, Any], route: Route, decides: bool
 ) -> None:
     prompt = replace(await prefill.render(TEXT | parameters), route=route)
-    made = await prefill.prefill(prompt, coming=False)
+    made = await prefill.prefill(prompt, coming=())
     assert (made.answer is not None, not made.handle) == (decides, decides)
 
 
@@ -244,7 +244,7 @@ async def test_an_answer_depends_on_the_seed_of_decode_and_on_the_cache_of_prefi
     prompt = await prefill.render(TEXT | {"seed": 5})
     other = await prefill.render({"prompt": "another", "seed": 5})
     for asked, seed in ((prompt, 5), (prompt.for_leg(2), 7), (other, 5)):
-        handle = (await prefill.prefill(prompt, coming=False)).handle
+        handle = (await prefill.prefill(prompt, coming=())).handle
         said = [delta.text for delta in await pieces(decode, asked, handle)]
         assert said == words("a b", (), seed)
 
@@ -255,7 +255,7 @@ async def test_its_chunks_say_what_its_whole_choice_says(
     prefill: FakeEngine, decode: FakeEngine, own: dict[str, Any], max_tokens: int
 ) -> None:
     made = replace(await prefill.render(own | {"max_tokens": max_tokens}), route=Route.OPENAI)
-    handles = [(await prefill.prefill(made, coming=False)).handle for _ in range(2)]
+    handles = [(await prefill.prefill(made, coming=())).handle for _ in range(2)]
     (whole,) = await pieces(decode, replace(made, stream=False), handles[0])
     *chunks, usage = await pieces(decode, made, handles[1])
     assert usage.choice is None

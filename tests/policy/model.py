@@ -3,7 +3,7 @@
 It asserts that what the core asks for can be done; ``invariants`` has the rest.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from easerve.policy import events as ev
@@ -35,6 +35,8 @@ class Asked:
     """Known when it is prepared."""
     pending: set[int] = field(default_factory=set)
     """Indices of the items that hold its prefill back, as the core says."""
+    num_late: int = 0
+    """Attempts at legs that were given up for want of what was still on its way."""
     attempts: dict[int, int] = field(default_factory=dict)
     started: set[int] = field(default_factory=set)
     answered: dict[int, int] = field(default_factory=dict)
@@ -67,7 +69,7 @@ class Asked:
     @property
     def num_retries(self) -> int:
         """At least as many retries as this were needed for what was asked."""
-        return self.num_prepares - 1 + max([0, *self.attempts.values()])
+        return self.num_prepares - 1 + max([0, *self.attempts.values()]) - self.num_late
 
 
 def keys_of(batch: ev.StartEncode) -> set[str]:
@@ -96,6 +98,8 @@ class Model:
         self.since_ns: dict[str, int] = {}
         """Since when an item holds somebody back, by key."""
         self.batches: dict[BatchId, ev.StartEncode] = {}
+        self.cut: set[tuple[BatchId, WorkerId]] = set()
+        """Batches from which nothing gets to a prefill engine: it was lost meanwhile."""
         self.waiters: dict[BatchId, set[RequestId]] = {}
         """Of the batches under way, as the core says; late ones included."""
         self.blamed: dict[str, set[WorkerId]] = {}
@@ -184,7 +188,7 @@ class Model:
             self.forget_waits(keys)
             for entry in batch.items:
                 for worker_id in {batch.worker_id} | destinations(entry):
-                    if worker_id in self.workers:
+                    if worker_id in self.workers and (event.batch_id, worker_id) not in self.cut:
                         self.directory.setdefault(worker_id, set()).add(entry.item.key)
             for handle in [handle for handle in self.waiting if handle[0] in waiters]:
                 if not self.awaited(handle[0], self.legs[handle].worker_id):
@@ -206,6 +210,8 @@ class Model:
         )
 
     def brought(self, batch: ev.StartEncode, worker_id: WorkerId) -> set[str]:
+        if (batch.batch_id, worker_id) in self.cut:
+            return set()
         return {each.item.key for each in batch.items if worker_id in destinations(each)}
 
     def hear_of_leg(
@@ -238,12 +244,21 @@ class Model:
                     request.destination = None
 
     def hear_of_miss(
-        self, request: Asked, handle: Handle, worker_id: WorkerId, keys: Iterable[str]
+        self, request: Asked, handle: Handle, worker_id: WorkerId, keys: Sequence[str]
     ) -> None:
-        """It costs one retry, for all prefills that were started before it was known of."""
-        if self.missed_before[handle] == request.num_missed:
+        """It costs one retry, for all prefills that were started before it was known of, unless
+        all of it is just late. The second time it is the engine's.
+        """
+        brought = [self.brought(batch, worker_id) for batch in self.batches.values()]
+        late = bool(keys) and set(keys) <= set().union(*brought)
+        request.num_late += late
+        if self.missed_before[handle] == request.num_missed and not late:
             request.num_missed += 1
             request.num_failures += 1
+            if request.num_missed > 1:
+                request.failed_by.add(worker_id)
+                if request.destination == worker_id:
+                    request.destination = None
         if handle[0] in self.ending:  # maybe before: then the core has not listened
             keys = [key for key in keys if not self.core._directory.holds(worker_id, key)]
         self.drop_keys(worker_id, keys)
@@ -257,6 +272,7 @@ class Model:
 
     def drop_work(self, worker_id: WorkerId) -> None:
         self.directory.pop(worker_id, None)
+        self.cut |= {(batch_id, worker_id) for batch_id in self.batches}
         lost = [id_ for id_, batch in self.batches.items() if batch.worker_id == worker_id]
         self.note_failure({r for id_ in lost for r in self.waiters[id_]}, worker_id)
         for batch_id in lost:
@@ -382,7 +398,9 @@ class Model:
         brought = [self.brought(batch, action.worker_id) for batch in self.batches.values()]
         coming = set().union(*brought).intersection(keys)
         assert held | coming == set(keys), "an embedding is neither there nor on the way"
-        assert coming if action.coming else coming <= held
+        indices = {*action.coming}
+        assert {keys[index] for index in indices} <= coming
+        assert {key for index, key in enumerate(keys) if index not in indices} <= held
         assert action.num_held <= sum(key in held for key in keys)
 
     def start_decode(self, action: ev.StartDecode) -> None:

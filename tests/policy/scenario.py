@@ -149,17 +149,28 @@ def start_send(batch_id: int, worker_id: WorkerId, *items: ev.EncodeItem) -> ev.
     return replace(start_encode(batch_id, worker_id, *items, reason=HELD), forward=False)
 
 
+class Some:
+    """Equal to everything that is not empty."""
+
+    def __eq__(self, other: object) -> bool:
+        return bool(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 def start_prefill(
     request_id: RequestId = R,
     worker_id: WorkerId = P0,
     leg: int = 0,
     attempt: int = 0,
     reason: str = LEAST,
+    coming: bool = False,
     **more: Any,
 ) -> ev.StartPrefill:
-    """To compare with; of its placement only the side counts."""
+    """To compare with; of its placement only the side counts, and whether anything is coming."""
     side: Any = On(Side.LOCAL if worker_id.startswith("l") else Side.REMOTE)
-    return ev.StartPrefill(request_id, leg, attempt, worker_id, reason, side, **more)
+    indices: Any = Some() if coming else ()
+    return ev.StartPrefill(request_id, leg, attempt, worker_id, reason, side, indices, **more)
 
 
 def batches(actions: Sequence[ev.Action]) -> list[ev.StartEncode]:

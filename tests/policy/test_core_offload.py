@@ -6,6 +6,7 @@ import pytest
 
 from easerve.policy import events as ev
 from easerve.policy.core import HELD
+from easerve.policy.lifecycle import RequestState
 from easerve.policy.offload import ONLY
 from easerve.policy.placing import BESIDE
 from easerve.types import RequestId, Side, Stage, WorkerId
@@ -19,6 +20,7 @@ from .scenario import (
     E1,
     L0,
     L1,
+    LIMITS,
     P0,
     P1,
     R,
@@ -27,8 +29,11 @@ from .scenario import (
     T,
     batches,
     finished,
+    joined,
+    picture,
     prefills,
     sent,
+    shape_of,
     slow_scenario,
     start_prefill,
 )
@@ -187,3 +192,51 @@ def test_embeddings_of_a_cancelled_request_are_known_of() -> None:
     kept.tell(finished(2), ev.ClientCancelled(S))
     assert kept.ask("t", "cat") == []
     assert kept.core.queue_lengths()[Stage.PREFILL] == 0
+
+
+# What is not where it should be -------------------------------------------------------------------
+
+
+def test_a_prefill_is_told_which_of_its_embeddings_are_on_their_way() -> None:
+    shared = slow_scenario()
+    shared.ask("r", "cat")
+    shared.tell(finished(1))
+    shared.receive(S, num_items=2)
+    (prefill,) = prefills(shared.tell(ev.Prepared(S, shape_of(picture("cat"), picture("dog")))))
+    assert (prefill.coming, prefill.num_held) == ((1,), 1)
+
+
+def test_what_is_late_costs_no_retry() -> None:
+    late = Scenario(limits=replace(LIMITS, max_retries=0))
+    late.start(num_items=1)
+    for attempt in range(3):
+        missing = ev.EmbeddingMissing(R, 0, attempt, ("r.0",))
+        assert late.tell(missing) == [start_prefill(R, attempt=attempt + 1, coming=True)]
+
+
+def test_where_embeddings_do_not_get_the_second_time_nothing_is_sent_any_more() -> None:
+    broken = Scenario(E0, P0, P1, D0)
+    broken.start(num_items=1)
+    broken.tell(finished(1))
+    missing = ev.EmbeddingMissing(R, 0, 0, ("r.0",))
+    assert prefills(broken.tell(missing)) == [start_prefill(R, P0, attempt=1, coming=True)]
+    broken.tell(finished(2))
+    missing = ev.EmbeddingMissing(R, 0, 1, ("r.0",))
+    assert prefills(broken.tell(missing)) == [start_prefill(R, P1, attempt=2, coming=True)]
+
+
+def test_an_engine_that_comes_back_does_not_have_what_was_on_its_way_to_it() -> None:
+    back = Scenario(E0, P0, D0)
+    back.start(num_items=1)
+    back.tell(ev.WorkerLost(P0))
+    assert prefills(back.tell(joined(P0))) == []
+    assert prefills(back.tell(finished(1))) == [start_prefill(R, attempt=1, coming=True)]
+
+
+def test_an_item_that_is_on_the_way_to_where_a_request_is_placed_holds_nothing_back() -> None:
+    shared = slow_scenario(max_batch_items=1, run_ahead=2)
+    shared.ask("r", "cat")
+    assert shared.ask("s", "cat", "dog") == [(E0, "dog", "full")]
+    assert shared.core.queue_lengths()[Stage.PREFILL] == 0
+    (waiting,) = (each for each in shared.core._requests.values() if each.request_id == S)
+    assert waiting.state is RequestState.GENERATING

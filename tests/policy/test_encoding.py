@@ -123,12 +123,12 @@ def test_an_item_that_is_under_way_to_the_same_place_holds_nobody_back() -> None
     later.destination = P0
     add(encoding, later, 1)
     assert later.pending == set()
-    assert encoding.is_coming(later, P0)
-    assert not encoding.is_coming(later, P1)
+    assert encoding.coming(later, P0)
+    assert not encoding.coming(later, P1)
     encoding.drop(first)
     fail(encoding, B1)
     assert later.pending == {0}, "it is waited for all the same"
-    assert not encoding.is_coming(later, P0)
+    assert not encoding.coming(later, P0)
 
 
 def test_a_request_may_want_an_item_twice() -> None:

@@ -114,7 +114,7 @@ class World:
                 else:
                     self._at(now_ns + int(SEND_S * NS_PER_S), finished)
             case ev.StartPrefill():
-                assert action.coming == self._is_coming(action)
+                assert bool(action.coming) == self._is_coming(action)
                 self._waiting.append((now_ns, action))
             case ev.StartDecode(request_id, leg, attempt, worker_id):
                 tpot_s = self.costs.step_s(1)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import log2
 from pathlib import Path
 from typing import Any
@@ -436,7 +436,7 @@ async def test_an_embedding_that_is_lost_is_sent_again_once_for_all_who_relied_o
     server = await serve(["e0", "d0"])
     prefill, turns = server.add("p0", timeout_s=0.2).prefill, asyncio.Semaphore(0)
 
-    async def prefill_in_turn(prompt: Prompt, coming: bool) -> Prefilled:
+    async def prefill_in_turn(prompt: Prompt, coming: Collection[int]) -> Prefilled:
         await turns.acquire()
         return await prefill(prompt, coming)
 

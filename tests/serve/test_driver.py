@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -509,7 +509,7 @@ def after_prefill(server: Server, name: str, then: Callable[[], None], after: in
         else:
             loop.call_soon(turn, number - 1)
 
-    async def prefill_and_go_on(prompt: Prompt, coming: bool) -> Prefilled:
+    async def prefill_and_go_on(prompt: Prompt, coming: Collection[int]) -> Prefilled:
         made = await prefill(prompt, coming)
         turn(after)
         return made
@@ -586,7 +586,7 @@ async def test_the_kv_caches_of_the_other_legs_are_given_back_when_one_fails(
     engine, number = server.engines["p0"], count(0)
     prefill = engine.prefill
 
-    async def refuse_the_last(prompt: Prompt, coming: bool) -> Prefilled:
+    async def refuse_the_last(prompt: Prompt, coming: Collection[int]) -> Prefilled:
         if next(number) < others:
             return await prefill(prompt, coming)
         await asyncio.sleep(0)  # it ends in the same instant
@@ -848,7 +848,7 @@ async def test_an_answer_of_one_token_is_not_given_twice_when_its_engine_is_lost
     engine = server.engines["p0"]
     prefill = engine.prefill
 
-    async def lost_with_its_answer(prompt: Prompt, coming: bool) -> Prefilled:
+    async def lost_with_its_answer(prompt: Prompt, coming: Collection[int]) -> Prefilled:
         made = await prefill(prompt, coming)
         loop = asyncio.get_running_loop()
         loop.call_soon(server.driver.lose_engine, WorkerId("p0"))

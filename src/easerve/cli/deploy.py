@@ -180,12 +180,13 @@ async def service(
     restarts = Restarts(start_again)
     try:
         await cluster.start(healthy, timeout_s, progress)
-        running = True
         if info.architecture is None:
             models.inspect(deployment.model)  # the engines have downloaded it
-        for engine in list(engines.values()):
+        for engine in engines.values():
             if engine.stage is Stage.ENCODE:
                 await engine.learn_limits()
+        running = True
+        for engine in engines.values():
             driver.add_engine(engine)
         watching = asyncio.create_task(_watch(driver, log))
         host, port = listener.getsockname()[:2]

@@ -6,6 +6,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from easerve.cluster.local import EngineStartError
+from easerve.config import ConfigError
 from easerve.types import WorkerId
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
@@ -52,6 +53,10 @@ class Restarts:
             await self._start(worker_id)
         except EngineStartError as error:
             logger.error("%s", error)
+            return
+        except (ConfigError, OSError) as error:  # nothing was started, so nothing will end
+            logger.error("%s is not started: %s", worker_id, error)
+            self.ended(worker_id)
             return
         self._up_since[worker_id] = self._clock()
         logger.warning("%s is back after %.1f s", worker_id, self._up_since[worker_id] - begin)

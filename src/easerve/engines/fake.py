@@ -201,12 +201,16 @@ class FakeEngine:
         _, evicted = self.store.news()
         return Encoded(evicted)
 
-    async def prefill(self, prompt: Prompt, coming: bool) -> Prefilled:
+    async def prefill(self, prompt: Prompt, coming: Collection[int]) -> Prefilled:
         self._begin("prefill")
         keys = [item.key for item in prompt.items]
         clock = asyncio.get_running_loop().time
         begin_s = clock()
-        if missing := await self.store.missing(keys, self._timeout_s if coming else GRACE_S):
+        there = [key for index, key in enumerate(keys) if index not in coming]
+        if missing := (
+            await self.store.missing(there, GRACE_S)
+            or await self.store.missing(keys, self._timeout_s)
+        ):
             self._check("prefill")
             raise EmbeddingMissingError(f"no embeddings of {missing}", 500, missing)
         wait_s = clock() - begin_s

@@ -4,7 +4,7 @@ One engine plays one stage; the server calls only that stage's method, ``render`
 for prompts with media, on a prefill engine for text) and ``health``.
 """
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Protocol
@@ -183,11 +183,11 @@ class Engine(Protocol):
         """
         ...
 
-    async def prefill(self, prompt: Prompt, coming: bool) -> Prefilled:
+    async def prefill(self, prompt: Prompt, coming: Collection[int]) -> Prefilled:
         """Prefill and hold the KV cache for one decode.
 
-        ``coming``: embeddings are still on their way and waited for; else all should be there, and
-        one that is not is an EmbeddingMissingError soon.
+        ``coming``: indices of the items whose embeddings are on their way, and waited for. The
+        others should be there: one that is not is an EmbeddingMissingError soon.
         """
         ...
 

@@ -306,7 +306,7 @@ class Core:
         destination, sending = request.destination, dict[WorkerId, list[int]]()
         assert destination is not None, "drawn before anything is sent"
         for index, item in enumerate(request.items):
-            if index in request.pending or self._directory.holds(destination, item.key):
+            if self._directory.holds(destination, item.key) and index not in request.pending:
                 continue
             holder = self._encoder_with(item.key, request)
             if holder is None or self._encoding.has(item.key):
@@ -340,8 +340,7 @@ class Core:
             self._flow.times.encode.observe(batch.num_tokens, seconds)
         for entry in batch.entries:
             for holder in (batch.worker_id, *sorted(entry.destinations)):
-                if self.pool.get(holder) is not None:
-                    self._directory.gained(holder, entry.item.key)
+                self._directory.gained(holder, entry.item.key)
         for request in self._encoding.finished(batch):
             self._sent(request)
         for request in requests_of(batch.entries):
@@ -351,7 +350,7 @@ class Core:
         """Those that wait for nothing else, now that something has come."""
         for leg in request.legs:
             worker = self.pool.get(leg.worker_id) if leg.state is LegState.PREFILLING else None
-            if worker is not None and not self._encoding.is_coming(request, worker.worker_id):
+            if worker is not None and not self._encoding.coming(request, worker.worker_id):
                 worker.begin((request.request_id, leg.index), self._now_ns)
 
     def _sent(self, request: Request) -> None:
@@ -427,7 +426,7 @@ class Core:
         )
         worker.release(request.request_id)  # held by the request until a leg holds it
         key = request.request_id, leg.index
-        coming = self._encoding.is_coming(request, worker.worker_id)
+        coming = self._encoding.coming(request, worker.worker_id)
         worker.hold(key, request.shape.num_prompt_tokens)
         if not coming:
             worker.begin(key, self._now_ns)
@@ -512,14 +511,21 @@ class Core:
         leg.move("prefill retried" if prefilling else "decode retried")
 
     def _embedding_missing(self, request: Request, leg: Leg, keys: Sequence[str]) -> None:
-        """They are sent again, or encoded again where no encoder has them, once for all legs."""
-        assert leg.worker_id is not None, "a leg that runs has a worker"
-        self._directory.dropped(leg.worker_id, keys)
-        if leg.num_missed == request.num_missed:
+        """They are sent again, or encoded again where no encoder has them, once for all legs.
+
+        That costs a retry, unless they are just late. Nothing seems to get there the second time.
+        """
+        worker_id = leg.worker_id
+        assert worker_id is not None, "a leg that runs has a worker"
+        self._directory.dropped(worker_id, keys)
+        late = bool(keys) and all(self._encoding.goes_to(worker_id, key) for key in keys)
+        if leg.num_missed == request.num_missed and not late:
             request.num_missed += 1
             if not self._may_retry(request):
                 self._fail(request, Reason.ENCODE_FAILED)
                 return
+            if request.num_missed > 1:
+                self._avoid(request, worker_id)
         self._take_back(request, leg)
         if request.state is RequestState.GENERATING:
             self._queues.legs.append((request, leg))

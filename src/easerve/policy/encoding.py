@@ -117,7 +117,9 @@ class Encoding:
             self._dequeue(entry)
         if (request, index) not in entry.waiters:
             entry.waiters.append((request, index))
-        if request.destination not in entry.destinations:
+        if request.destination in entry.destinations:
+            request.pending.discard(index)
+        else:
             request.pending.add(index)
         if entry.batch_id is None:
             self._enqueue(entry)
@@ -137,13 +139,18 @@ class Encoding:
         entry = self._entries.get(key)
         return entry if entry is not None and entry.batch_id is not None else None
 
-    def is_coming(self, request: Request, worker_id: WorkerId) -> bool:
-        """Whether something that it waits for is under way to a prefill worker."""
-        entries = (self.under_way(item.key) for item in request.items)
-        return any(
-            worker_id in entry.destinations and request in requests_of([entry])
-            for entry in entries
-            if entry is not None
+    def goes_to(self, worker_id: WorkerId, key: str) -> bool:
+        """Whether an item is under way to a prefill worker."""
+        entry = self.under_way(key)
+        return entry is not None and worker_id in entry.destinations
+
+    def coming(self, request: Request, worker_id: WorkerId) -> tuple[int, ...]:
+        """Indices of the items that it waits for and that are under way to a prefill worker."""
+        return tuple(
+            index
+            for index, item in enumerate(request.items)
+            if self.goes_to(worker_id, item.key)
+            and (request, index) in self._entries[item.key].waiters
         )
 
     def retune(self, knobs: Knobs) -> None:
@@ -281,7 +288,11 @@ class Encoding:
                 self._enqueue(entry)
 
     def lost(self, worker_id: WorkerId) -> list[Batch]:
-        """The batches of an engine that ended, which are forgotten."""
+        """The batches of an engine that ended, which are forgotten; nothing is on its way there,
+        even if it comes back.
+        """
+        for entry in self._entries.values():
+            entry.destinations.discard(worker_id)
         lost = [id_ for id_, batch in self._batches.items() if batch.worker_id == worker_id]
         return [batch for batch_id in lost if (batch := self.take(batch_id)) is not None]
 

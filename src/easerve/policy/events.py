@@ -280,7 +280,8 @@ class CancelEncode:
 class StartPrefill:
     """``placement``: why on this side; ``reason``: why this worker of it.
 
-    ``coming``: embeddings are on their way to it and to be waited for. ``num_held``: items whose
+    ``coming``: indices of the items whose embeddings are on their way to it; the others should be
+    there. ``num_held``: items whose
     embeddings it had already. A leg that resumes prefills the tokens already sent, too.
     """
 
@@ -290,7 +291,7 @@ class StartPrefill:
     worker_id: WorkerId
     reason: str
     placement: Placement
-    coming: bool = False
+    coming: tuple[int, ...] = ()
     num_held: int = 0
     resume: bool = False
 

@@ -406,7 +406,7 @@ class Driver:
         self.metrics.prompt_tokens.inc(len(job.prompt.token_ids))
         self.metrics.pushed(prefilled.bundles)
         self._evicted(action.worker_id, prefilled.evicted)
-        if prefilled.bundles:
+        if prefilled.bundles and job.prompt.items:
             job.timeline["transfer"] = max(bundle.usable_s for bundle in prefilled.bundles)
         if prefilled.answer is None:
             job.handles[action.leg, action.attempt] = action.worker_id, prefilled.handle

@@ -130,7 +130,7 @@ def until_available(prefill: Any, one: Any) -> None:
 def test_an_embedding_goes_from_the_encoders_cache_to_the_prefill_engines(make: Make) -> None:
     prefill, prefill_worker = make("ec_consumer", Role.SCHEDULER), make("ec_consumer", Role.WORKER)
     encoder = Encoder(make)
-    asked = request("p", "a", "b", coming=True)
+    asked = request("p", "a", "b", coming=[0, 1])
     assert not prefill.ensure_cache_available(asked, 0)
     assert not prefill.has_cache_item("a")
     wanted = request("e", "a", "b", destinations=[[NAME], [NAME]])
@@ -169,7 +169,7 @@ def test_a_request_whose_item_does_not_come_is_given_up(
 ) -> None:
     monkeypatch.setattr("easerve.engines.vllm.ec.consumer.GRACE_S", 0.0)
     prefill = make("ec_consumer", Role.SCHEDULER)
-    assert not prefill.ensure_cache_available(request("p", "a", coming=False), 0)
+    assert not prefill.ensure_cache_available(request("p", "a", coming=[]), 0)
     assert prefill.take_unavailable_requests() == {"p"}
 
 
@@ -185,7 +185,7 @@ def test_an_encoder_holds_nothing_back_and_takes_nothing_in(make: Make) -> None:
 def test_one_rank_of_an_encoder_pushes(make: Make) -> None:
     prefill, encoder = make("ec_consumer", Role.SCHEDULER), Encoder(make, rank=1)
     encoder.step(request("e", "a", destinations=[[NAME]]), 0)
-    assert not prefill.ensure_cache_available(request("p", "a", coming=True), 0)
+    assert not prefill.ensure_cache_available(request("p", "a", coming=[0, 1]), 0)
     time.sleep(0.05)
     assert not prefill.has_cache_item("a")
 
@@ -198,20 +198,20 @@ def test_the_socket_goes_with_the_engine(make: Make, tmp_path: Path) -> None:
 
 
 def test_a_prefill_engine_may_listen_to_other_hosts_as_well(
-    make: Make, module: ModuleType, monkeypatch: pytest.MonkeyPatch
+    make: Make, module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     made: list[str] = []
 
     class Listens:
-        def __init__(self, address: str, *_: object) -> None:
-            made.append(address)
+        def __init__(self, place: Path | str, *_: object) -> None:
+            made.append(str(place))
 
         def close(self) -> None:
             made.append("closed")
 
-    monkeypatch.setattr(module, "TcpInbox", Listens)
+    monkeypatch.setattr(module, "Inbox", Listens)
     make("ec_consumer", Role.SCHEDULER, listen="tcp://0.0.0.0:7000").shutdown()
-    assert made == ["tcp://0.0.0.0:7000", "closed"]
+    assert made == [str(tmp_path / f"{NAME}.ec.sock"), "tcp://0.0.0.0:7000", "closed", "closed"]
 
 
 def test_no_engine_starts_without_the_secret(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

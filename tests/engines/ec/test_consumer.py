@@ -43,7 +43,7 @@ def engine() -> Engine:
 
 
 def test_a_request_waits_for_all_of_its_items(engine: Engine) -> None:
-    waiting = request("r", "a", "b", coming=True)
+    waiting = request("r", "a", "b", coming=[0, 1])
     assert not engine.half.is_ready(waiting, 0)
     engine.push("a")
     assert not engine.half.is_ready(waiting, 0)
@@ -55,11 +55,11 @@ def test_a_request_waits_for_all_of_its_items(engine: Engine) -> None:
 
 def test_items_may_come_before_the_request(engine: Engine) -> None:
     engine.push("a")
-    assert engine.half.is_ready(request("r", "a", coming=False), 0)
+    assert engine.half.is_ready(request("r", "a", coming=[]), 0)
 
 
 def test_items_whose_tokens_are_computed_are_not_needed(engine: Engine) -> None:
-    partly = request("r", "a", "b", coming=True)
+    partly = request("r", "a", "b", coming=[0, 1])
     engine.push("b")
     assert not engine.half.is_ready(partly, 3)
     assert engine.half.is_ready(partly, 4)
@@ -67,7 +67,13 @@ def test_items_whose_tokens_are_computed_are_not_needed(engine: Engine) -> None:
 
 @pytest.mark.parametrize(
     ("params", "wait_s"),
-    [({"coming": True}, TIMEOUT_S), ({"coming": False}, GRACE_S), ({}, GRACE_S)],
+    [
+        ({"coming": [0]}, TIMEOUT_S),
+        ({"coming": []}, GRACE_S),
+        ({"coming": [1]}, GRACE_S),
+        ({"coming": "all"}, GRACE_S),
+        ({}, GRACE_S),
+    ],
 )
 def test_it_is_given_up_after_its_time(
     engine: Engine, params: dict[str, Any], wait_s: float
@@ -85,15 +91,15 @@ def test_it_is_given_up_after_its_time(
 
 def test_a_request_that_is_given_up_harms_no_other(engine: Engine) -> None:
     engine.push("b")
-    assert not engine.half.is_ready(request("r", "a", coming=False), 0)
+    assert not engine.half.is_ready(request("r", "a", coming=[]), 0)
     engine.now += 1
-    assert not engine.half.is_ready(request("r", "a", coming=False), 0)
-    assert engine.half.is_ready(request("s", "b", coming=False), 0)
+    assert not engine.half.is_ready(request("r", "a", coming=[]), 0)
+    assert engine.half.is_ready(request("s", "b", coming=[]), 0)
     assert engine.half.take_unavailable() == {"r"}
 
 
 def test_items_are_held_until_the_request_ends(engine: Engine) -> None:
-    reading = request("r", "a", coming=True)
+    reading = request("r", "a", coming=[0, 1])
     engine.half.is_ready(reading, 0)
     engine.push("a")
     for key in "bcde":
@@ -108,7 +114,7 @@ def test_items_are_held_until_the_request_ends(engine: Engine) -> None:
 def test_an_aborted_request_leaves_nothing_behind_and_takes_no_news(
     engine: Engine, status: str
 ) -> None:
-    waiting = request("r", "a", coming=False)
+    waiting = request("r", "a", coming=[])
     engine.half.is_ready(waiting, 0)
     engine.now += 1
     engine.half.is_ready(waiting, 0)
@@ -120,7 +126,7 @@ def test_an_aborted_request_leaves_nothing_behind_and_takes_no_news(
 
 
 def test_an_item_of_another_length_counts_as_missing(engine: Engine) -> None:
-    wrong = request("r", "a", coming=True, num_embeddings=3)
+    wrong = request("r", "a", coming=[0, 1], num_embeddings=3)
     engine.push("a")
     assert not engine.half.is_ready(wrong, 0)
     assert engine.store.missing("a") == ("a",), "so that it is asked for again"
@@ -163,7 +169,7 @@ def test_the_memory_of_a_step_stays_for_workers_that_open_it_late(engine: Engine
 def test_an_engine_that_did_nothing_for_want_of_items_sleeps_until_something_comes(
     engine: Engine,
 ) -> None:
-    waiting = request("r", "a", coming=True)
+    waiting = request("r", "a", coming=[0, 1])
 
     def look() -> float:
         begin = time.perf_counter()
@@ -183,7 +189,7 @@ def test_an_engine_that_did_nothing_for_want_of_items_sleeps_until_something_com
 
 
 def test_the_reply_says_how_long_it_waited_what_came_and_what_went(engine: Engine) -> None:
-    waiting = request("r", "a", coming=True)
+    waiting = request("r", "a", coming=[0, 1])
     engine.half.is_ready(waiting, 0)
     engine.now += 2
     for key in "bcda":

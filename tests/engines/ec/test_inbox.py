@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from easerve.engines.vllm.ec import connection as connection_module
 from easerve.engines.vllm.ec import inbox as inbox_module
-from easerve.engines.vllm.ec import outbox as outbox_module
 from easerve.engines.vllm.ec.inbox import Inbox
 from easerve.engines.vllm.ec.memory import Memory
 from easerve.engines.vllm.ec.messages import (
@@ -129,7 +129,7 @@ def test_no_descriptor_is_left_behind(inbox: Inbox, tmp_path: Path, store: Store
     for _ in range(50):
         outbox.push(NAME, [embedding("a")], 0)
     outbox.close()
-    until(lambda: open_descriptors() == before + 1)
+    until(lambda: store.get("a") and open_descriptors() == before + 1)
     assert content_of(store, "a") == b"abcdefgh"
 
 
@@ -187,7 +187,7 @@ def test_a_bundle_for_nobody_is_dropped_with_a_word(
 def test_an_engine_that_does_not_read_holds_the_encoder_up_only_so_long(
     path: Path, outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outbox_module, "MAX_WAIT_S", 0.05)
+    monkeypatch.setattr(connection_module, "MAX_HANDOVER_S", 0.05)
     with new_socket() as listener:
         listener.bind(str(path))
         listener.listen()
@@ -288,7 +288,7 @@ def test_an_unexpected_failure_ends_the_connection_only(
     inbox: Inbox, path: Path, store: Store, outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch, connect(path) as connection:
-        patch.setattr(inbox_module, "decode", lambda _: 1 / 0)
+        patch.setattr(connection_module, "decode", lambda _: 1 / 0)
         connection.send(encode(PUSH))
         assert was_ended(connection)
     assert outbox.push(NAME, [embedding("c")], 0)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ pytestmark = [
     for name in ("nixl", "torch")
 ]
 NUM_BUNDLES = 20
+SAID = re.compile(r"prefill-0|tcp:[0-9.:/]+|ready|[0-9]+")
 
 ENCODER = """
 import sys, time, torch
@@ -24,10 +26,10 @@ from easerve.engines.vllm.ec.producer import HostCopies
 from easerve.engines.vllm.ec.transport import exporter_of
 
 outbox = Outbox(Path(sys.argv[1]), "secret", exporter_of("nixl", 4096, "cpu"))
-sys.stdin.readline()
+destination = sys.stdin.readline().strip()
 for number in range(int(sys.argv[2])):
     step = HostCopies({f"{number}": torch.full((5, 7), float(number), dtype=torch.bfloat16)})
-    assert outbox.push("prefill-0", [step.embedding(f"{number}")], time.monotonic_ns())
+    assert outbox.push(destination, [step.embedding(f"{number}")], time.monotonic_ns())
     if number == 0:
         sys.stdin.readline()
 sys.stdin.readline()
@@ -43,11 +45,12 @@ from easerve.engines.vllm.ec.store import Store
 from easerve.engines.vllm.ec.transport import opens
 
 reads, read = [], nixl.NixlImporter.read
-nixl.NixlImporter.read = lambda *place: reads.append(place) or read(*place)
+nixl.NixlImporter.read = lambda *place, **how: reads.append(place) or read(*place, **how)
 store = Store(1 << 20, 1000)
-path = inbox_path(Path(sys.argv[1]), "prefill-0")
-inbox = Inbox(path, "secret", store, opens("nixl", "cpu"))
-print("listening", flush=True)
+is_near = sys.argv[3] == "near"
+place = inbox_path(Path(sys.argv[1]), "prefill-0") if is_near else "tcp://127.0.0.1:0"
+inbox = Inbox(place, "secret", store, opens("nixl", "cpu"))
+print("prefill-0" if is_near else f"tcp://127.0.0.1:{inbox.listener.port}", flush=True)
 for number in range(int(sys.argv[2])):
     until = time.monotonic() + 10
     while store.missing([f"{number}"]):
@@ -63,9 +66,9 @@ inbox.close()
 """
 
 
-def start(code: str, folder: Path) -> "subprocess.Popen[str]":
+def start(code: str, folder: Path, distance: str) -> "subprocess.Popen[str]":
     env = {**os.environ, "PYTHONPATH": str(SITE), "UCX_NET_DEVICES": "lo"}
-    command = [sys.executable, "-c", code, str(folder), str(NUM_BUNDLES)]
+    command = [sys.executable, "-c", code, str(folder), str(NUM_BUNDLES), distance]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env)
 
@@ -80,16 +83,21 @@ def said(process: "subprocess.Popen[str]") -> str:
     """What it says next; NIXL says a word of its own now and then."""
     assert process.stdout is not None
     for line in process.stdout:
-        if line.strip() in ("listening", "ready") or line.strip().isdigit():
+        if SAID.fullmatch(line.strip()):
             return line.strip()
     raise AssertionError("it has ended")
 
 
-def test_all_bundles_but_the_first_are_read_out_of_the_encoders_buffer(tmp_path: Path) -> None:
-    with start(PREFILL, tmp_path) as prefill, start(ENCODER, tmp_path) as encoder:
+@pytest.mark.parametrize("distance", ["near", "far"])
+def test_all_bundles_but_the_first_are_read_out_of_the_encoders_buffer(
+    tmp_path: Path, distance: str
+) -> None:
+    with (
+        start(PREFILL, tmp_path, distance) as prefill,
+        start(ENCODER, tmp_path, distance) as encoder,
+    ):
         try:
-            assert said(prefill) == "listening"
-            told(encoder)
+            told(encoder, said(prefill))
             assert said(prefill) == "ready"
             told(encoder)
             assert said(prefill) == str(NUM_BUNDLES - 1)

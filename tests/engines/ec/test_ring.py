@@ -62,26 +62,38 @@ def test_only_who_has_a_slot_gives_it_back(ring: Ring) -> None:
     assert take(ring, 64) is None
 
 
-def test_the_slots_of_a_peer_that_is_gone_are_free(ring: Ring) -> None:
+def test_the_slots_of_a_peer_that_is_gone_are_free_a_life_later(ring: Ring, clock: Clock) -> None:
     take(ring, 128)
     take(ring, 128, "q")
     ring.forget("p")
+    clock.now = SLOT_LIFE_NS - 1
+    ring.forget("p")
+    assert take(ring, 64, "q") is None
+    clock.now += 1
     assert [take(ring, 128, "q"), take(ring, 1, "q")] == [0, None]
 
 
-def test_a_slot_that_nobody_gives_back_is_free_in_time(ring: Ring, clock: Clock) -> None:
-    take(ring, 256)
+def test_a_slot_that_nobody_gives_back_is_late_and_stays_its_peers(
+    ring: Ring, clock: Clock
+) -> None:
+    take(ring, 64)
+    take(ring, 64, "q")
+    ring.give_back("q", 1)
     clock.now = SLOT_LIFE_NS
-    assert take(ring, 64) is None
+    assert not ring.late()
     clock.now += 1
-    assert take(ring, 64) == 0
+    assert ring.late() == {"p"}
+    assert take(ring, 256) is None
+    ring.forget("p")
+    assert not ring.late()
 
 
 def test_what_is_given_back_late_is_not_the_slot_that_has_its_place_by_now(
     ring: Ring, clock: Clock
 ) -> None:
     take(ring, 256)
-    clock.now = SLOT_LIFE_NS + 1
+    ring.forget("p")
+    clock.now = SLOT_LIFE_NS
     take(ring, 256)
     ring.give_back("p", 0)
     assert take(ring, 64) is None

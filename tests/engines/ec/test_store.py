@@ -111,7 +111,7 @@ def test_an_item_named_twice_in_a_bundle_is_one(store: Store) -> None:
     assert keys_of(store) == {"b", "c", "d"}
 
 
-def test_what_came_for_a_request_not_yet_seen_goes_after_what_was_used() -> None:
+def test_what_came_for_a_request_not_yet_seen_stays_unless_there_is_too_much() -> None:
     now = 100.0
     store = Store(max_bytes=30, max_bundles=100, fresh_s=5, clock=lambda: now)
     for key in "abc":
@@ -120,13 +120,24 @@ def test_what_came_for_a_request_not_yet_seen_goes_after_what_was_used() -> None
     store.release("r")
     push(store, "d")
     assert keys_of(store) == {"a", "c", "d"}, "b is younger, but was used"
-    push(store, "e")
-    assert keys_of(store) == {"c", "d", "e"}, "there is place for three"
-    now += 6
-    store.hold("r", ["c"])
-    store.release("r")
-    push(store, "f")
-    assert keys_of(store) == {"c", "e", "f"}, "nobody came for d in time"
+    for key in "efg":
+        push(store, key)
+    assert keys_of(store) == set("acdefg"), "all of them are waited for"
+    push(store, "h")
+    assert keys_of(store) == set("cdefgh"), "twice the limit is too much"
+    now += 4
+    push(store, "c")
+    now += 2
+    push(store, "b")
+    assert keys_of(store) == set("bch"), "what is pushed again is wanted again"
+
+
+def test_what_is_there_and_pushed_again_is_used_again(store: Store) -> None:
+    for key in "abc":
+        push(store, key)
+    push(store, "a")
+    push(store, "d")
+    assert keys_of(store) == {"a", "c", "d"}
 
 
 def test_the_number_of_bundles_is_bounded_as_well() -> None:

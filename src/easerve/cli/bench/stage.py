@@ -9,7 +9,7 @@ import asyncio
 import math
 import os
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,7 +55,7 @@ class Stub:
     async def encode(self, calls: Sequence[EncodeCall]) -> Encoded:
         raise NotImplementedError
 
-    async def prefill(self, prompt: Prompt, coming: bool) -> Prefilled:
+    async def prefill(self, prompt: Prompt, coming: Collection[int]) -> Prefilled:
         await self._turn.wait()
         return FIRST_TOKEN
 

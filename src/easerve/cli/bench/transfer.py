@@ -204,7 +204,8 @@ async def _first_token(pair: Pair, request: mix.Request, name: str, together: bo
         ends["encode_s"] = time.perf_counter() - begin
 
     async def prefill() -> Prefilled:
-        made = await pair.prefill.prefill(prompt, coming=together)
+        coming = range(len(prompt.items)) if together else ()
+        made = await pair.prefill.prefill(prompt, coming)
         ends["first_token_s"] = time.perf_counter() - begin
         return made
 

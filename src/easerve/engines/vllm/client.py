@@ -4,10 +4,10 @@ import asyncio
 import errno
 import hashlib
 import textwrap
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -28,6 +28,7 @@ from easerve.engines.vllm.ec.messages import MessageError
 from easerve.engines.vllm.ec.query import missing_items
 from easerve.types import MediaItem, Modality, Stage, WorkerId
 
+T = TypeVar("T")
 GENERATE = "/inference/v1/generate"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 CONNECT_TIMEOUT_S = 5.0
@@ -139,9 +140,9 @@ class VllmEngine:
         )
         request["ec_transfer_params"] = {"destinations": [call.destinations for call in calls]}
         reply = await self._post(CHAT if self._media_at_prefill else GENERATE, request)
-        return Encoded(tuple(_ec_params(reply).get("evicted", ())))
+        return self._checked(_ec_params(reply), Encoded)
 
-    async def prefill(self, prompt: Prompt, coming: bool) -> Prefilled:
+    async def prefill(self, prompt: Prompt, coming: Collection[int]) -> Prefilled:
         with_media = self._media_at_prefill and bool(prompt.items)
         decides = not with_media and _prefill_decides(prompt)
         sampling = _first_token(prompt, decides)
@@ -152,7 +153,7 @@ class VllmEngine:
             else {**_tokens_in(prompt, sampling), "output_mode": "text"}
         )
         if prompt.items:
-            request["ec_transfer_params"] = {"coming": coming}
+            request["ec_transfer_params"] = {"coming": list(coming)}
         if prompt.max_new_tokens > 1 or not decides:
             request["kv_transfer_params"] = NO_KV_YET
         try:
@@ -162,7 +163,7 @@ class VllmEngine:
             if error.status == 500 and (keys := await self._missing(prompt)):
                 raise EmbeddingMissingError(str(error), error.status, keys) from None
             raise
-        made = _prefilled(_ec_params(reply))
+        made = self._checked(_ec_params(reply), _News).prefilled()
         choice, handle = reply["choices"][0], reply["kv_transfer_params"]
         if choice["finish_reason"] not in ("length", "stop"):
             raise EngineError(f"{self.worker_id} ended its token: {choice['finish_reason']}")
@@ -171,6 +172,13 @@ class VllmEngine:
         if not handle:
             raise EngineError(f"{self.worker_id} prefilled without keeping the KV cache")
         return replace(made, handle=handle)
+
+    def _checked(self, params: Mapping[str, Any], kind: type[T]) -> T:
+        """What the engine's connector says of itself."""
+        try:
+            return msgspec.convert(params, kind)
+        except msgspec.ValidationError as error:
+            raise EngineError(f"{self.worker_id}: ec_transfer_params: {error}") from None
 
     async def _missing(self, prompt: Prompt) -> tuple[str, ...]:
         """The keys of the prompt's items that the engine does not have, where it says so."""
@@ -380,13 +388,17 @@ def _ec_params(reply: Mapping[str, Any]) -> Mapping[str, Any]:
     return reply.get("ec_transfer_params") or {}
 
 
-def _prefilled(params: Mapping[str, Any]) -> Prefilled:
-    """What the connector of a prefill engine says; neither answer nor KV cache yet."""
-    return Prefilled(
-        wait_s=params.get("wait_s"),
-        bundles=tuple(Bundle(*bundle) for bundle in params.get("bundles", ())),
-        evicted=tuple(params.get("evicted", ())),
-    )
+class _News(msgspec.Struct):
+    """What the connector of a prefill engine says; bundles as in ``Bundle``."""
+
+    wait_s: float | None = None
+    bundles: tuple[tuple[int, int, float], ...] = ()
+    evicted: tuple[str, ...] = ()
+
+    def prefilled(self) -> Prefilled:
+        """Neither answer nor KV cache yet."""
+        bundles = tuple(Bundle(*bundle) for bundle in self.bundles)
+        return Prefilled(wait_s=self.wait_s, bundles=bundles, evicted=self.evicted)
 
 
 def _delta(choice: Mapping[str, Any]) -> Delta:

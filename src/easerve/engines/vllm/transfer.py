@@ -142,7 +142,10 @@ def consume(peer: Peer, engines: Mapping[str, Engine]) -> None:
     """Be the prefill engine until the producer hangs up."""
     peer.send({"ready": True})
     while (order := receive(peer)) is not None:
-        engine, request = engines[order["connector"]], _request(order, coming=True)
+        engine, request = (
+            engines[order["connector"]],
+            _request(order, coming=list(range(order["num_items"]))),
+        )
         dtype = getattr(torch, order["dtype"])
         buffer = torch.empty((order["num_tokens"], order["width"]), dtype=dtype)
         buffer.view(torch.uint8).fill_(1)  # its pages are there before the clock starts

@@ -9,6 +9,7 @@ The deployment's shared secret is in the environment.
 
 import os
 import resource
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,6 @@ from easerve.engines.vllm.ec.messages import inbox_path
 from easerve.engines.vllm.ec.outbox import Outbox
 from easerve.engines.vllm.ec.producer import ProducerScheduler, ProducerWorker, Wants
 from easerve.engines.vllm.ec.store import Store
-from easerve.engines.vllm.ec.tcp import TcpInbox
 from easerve.engines.vllm.ec.transport import exporter_of, opens
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class PushConnector(ECConnectorBase):
             raise ValueError(f"{TOKEN} is not set")
         if self.is_producer == self.is_consumer:
             raise ValueError("ec_role has to be ec_producer or ec_consumer")
-        self._inboxes: list[Inbox | TcpInbox] = []
+        self._inboxes: list[Inbox] = []
         self._producer: ProducerWorker | None = None
         if role == ECConnectorRole.WORKER:
             # Every rank has the whole embeddings; one pushes them.
@@ -80,11 +80,12 @@ class PushConnector(ECConnectorBase):
             parallel = vllm_config.parallel_config
             alone = parallel.world_size == 1 and parallel.distributed_executor_backend != "mp"
             kinds = opens(extra.get("transport", "memfd") if alone else "memfd", _device())
-            inbox = Inbox(inbox_path(inboxes, extra["name"]), token, store, kinds)
-            self._inboxes.append(inbox)
-            if listen := extra.get("listen"):
-                self._inboxes.append(TcpInbox(listen, token, store, inbox.arrived))
-            self._receiving = ConsumerScheduler(store, inbox.arrived, timeout_s)
+            arrived = threading.Event()
+            for place in (inbox_path(inboxes, extra["name"]), extra.get("listen")):
+                if place:
+                    inbox = Inbox(place, token, store, kinds, cache_bytes, arrived)
+                    self._inboxes.append(inbox)
+            self._receiving = ConsumerScheduler(store, arrived, timeout_s)
 
     def shutdown(self) -> None:
         while self._inboxes:

@@ -1,6 +1,6 @@
 """A prefill engine's side of a step: a request is held back until its items are there.
 
-``ec_transfer_params`` of a request: ``{"coming": bool}``, whether its items are still on their way.
+``ec_transfer_params`` of a request: ``{"coming": [index, ...]}``, its items that are on their way.
 Of its reply: ``wait_s``, the seconds it was held back; ``bundles`` that came to the engine, each as
 ``[num_items, num_bytes, usable_s]``, and ``evicted`` keys, since the engine last said so.
 """
@@ -32,9 +32,21 @@ class Loads:
 
 @dataclass(slots=True)
 class _Wait:
+    """``coming``: indices of the items that are waited for longer than the others."""
+
     since: float
-    until: float
+    coming: frozenset[int]
     ended: float | None = None
+
+
+def coming_of(request: Any) -> frozenset[int]:
+    """Indices of the request's items that are on their way."""
+    coming = (request.ec_transfer_params or {}).get("coming")
+    return (
+        frozenset(each for each in coming if isinstance(each, int))
+        if isinstance(coming, list)
+        else frozenset()
+    )
 
 
 class ConsumerScheduler:
@@ -65,27 +77,27 @@ class ConsumerScheduler:
         now, name = self._clock(), request.request_id
         wait = self._waits.get(name)
         if wait is None:
-            coming = (request.ec_transfer_params or {}).get("coming") is True
-            wait = _Wait(now, now + (self._timeout_s if coming else GRACE_S))
-            self._waits[name] = wait
+            wait = self._waits[name] = _Wait(now, coming_of(request))
             self._store.hold(name, [feature.identifier for feature in request.mm_features])
         needed = [
             index
             for index, feature in enumerate(request.mm_features)
             if feature.mm_position.offset + feature.mm_position.length > num_computed_tokens
         ]
-        is_there = all(self._has(request, index) for index in needed)
-        if not is_there and self._is_idle:
+        missing = [index for index in needed if not self._has(request, index)]
+        if missing and self._is_idle:
             # Here, not at the end of the step: what comes now can be used in this one.
             self._is_idle = False
             self._arrived.wait(IDLE_S)
-            is_there = all(self._has(request, index) for index in needed)
-        if is_there:
+            missing = [index for index in missing if not self._has(request, index)]
+        if not missing:
+            self._unavailable.discard(name)
             if wait.ended is None:
                 wait.ended = self._clock()
             return True
         self._is_waiting = True
-        if now >= wait.until:
+        patience_s = min(self._timeout_s if i in wait.coming else GRACE_S for i in missing)
+        if now >= wait.since + patience_s:
             self._unavailable.add(name)
         return False
 

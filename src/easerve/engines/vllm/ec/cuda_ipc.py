@@ -5,6 +5,7 @@ import ctypes
 import os
 from typing import TYPE_CHECKING, Any
 
+from easerve.engines.vllm.ec.memory import Memory
 from easerve.engines.vllm.ec.messages import Buffer
 from easerve.engines.vllm.ec.transport import DeviceMemory
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 HANDLE_BYTES = 64
-DEVICE_TO_DEVICE = 3
+ANY_DIRECTION = 4  # CUDA sees it from the addresses
 LAZY_PEER_ACCESS = 1
 LIBRARIES = ("libcudart.so.13", "libcudart.so.12", "libcudart.so")
 
@@ -33,6 +34,7 @@ class CudaDriver:
     def _call(self, name: str, *arguments: Any) -> None:
         code = getattr(self._library, name)(*arguments)
         if code:
+            self._library.cudaGetLastError()  # else torch takes it for one of its own
             raise OSError(f"{name} failed with CUDA error {code}")
 
     def allocate(self, num_bytes: int) -> int:
@@ -67,7 +69,7 @@ class CudaDriver:
             ctypes.c_void_p(to),
             ctypes.c_void_p(source),
             ctypes.c_size_t(num_bytes),
-            ctypes.c_int(DEVICE_TO_DEVICE),
+            ctypes.c_int(ANY_DIRECTION),
             ctypes.c_void_p(self._stream().cuda_stream),
         )
 
@@ -124,14 +126,15 @@ class CudaIpcImporter:
         self._pointer = driver.open(buffer.descriptor)
         self._stream = driver.new_stream()
 
-    def read(self, offset: int, num_bytes: int) -> DeviceMemory:
+    def read(self, offset: int, num_bytes: int, *, to_host: bool) -> Memory | DeviceMemory:
         import torch
 
+        device = "cpu" if to_host else self._device
         with self._stream:
-            content = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            content = torch.empty(num_bytes, dtype=torch.uint8, device=device)
             self._driver.copy(content.data_ptr(), self._pointer + offset, num_bytes)
             self._driver.synchronize()
-        return DeviceMemory(content)
+        return Memory.of([memoryview(content.numpy())]) if to_host else DeviceMemory(content)
 
     def close(self) -> None:
         self._driver.close(self._pointer)

@@ -2,165 +2,176 @@
 
 import contextlib
 import logging
-import selectors
-import socket
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from easerve.engines.vllm.ec.connection import Connection, UnixListener
 from easerve.engines.vllm.ec.memory import Memory
 from easerve.engines.vllm.ec.messages import (
-    MAX_MESSAGE_BYTES,
+    Buffer,
     Hello,
-    Message,
     MessageError,
     Missing,
     Push,
     Query,
     Read,
     Ready,
+    Slot,
     check_items,
-    check_peer,
-    decode,
-    encode,
-    new_socket,
 )
-from easerve.engines.vllm.ec.ring import SLOT_LIFE_NS
 from easerve.engines.vllm.ec.store import Store
-from easerve.engines.vllm.ec.transport import DeviceMemory, Importer, Open
+from easerve.engines.vllm.ec.tcp import TcpListener
+from easerve.engines.vllm.ec.transport import DeviceMemory, Importer, Open, read
 
 logger = logging.getLogger("vllm.easerve.ec.inbox")
 MAX_CONNECTIONS = 256
+BETWEEN_HOSTS = ("nixl",)  # what can read the buffer of another host
 
 
 @dataclass(slots=True)
 class _Peer:
     """Who is at the other end; ``buffer`` that it said it has, and we can read."""
 
-    is_welcome: bool = False
+    connection: Connection
     buffer: Importer | None = None
     num_bytes: int = 0
 
 
 class Inbox:
-    """A thread that puts what encoders push into ``store``; ``arrived`` is set at each bundle.
+    """Puts what encoders push to ``place``, a Unix socket or tcp://host:port, into ``store``.
 
-    ``opens``: the kinds of buffers on encoders' devices that this engine can read.
+    A thread per connection. ``arrived`` is set at each bundle. ``opens``: the kinds of buffers on
+    encoders' devices that this engine can read; while the store has more than ``device_bytes`` what
+    is read of them goes to host memory.
     """
 
     def __init__(
-        self, path: Path, token: str, store: Store, opens: Mapping[str, Open] | None = None
+        self,
+        place: Path | str,
+        token: str,
+        store: Store,
+        opens: Mapping[str, Open] | None = None,
+        device_bytes: int = 1 << 62,
+        arrived: threading.Event | None = None,
     ) -> None:
-        self.arrived = threading.Event()
-        self._path, self._token, self._store = path, token, store
-        self._opens = opens or {}
-        self._peers: dict[socket.socket, _Peer] = {}
-        path.unlink(missing_ok=True)
-        self._listener = new_socket()
-        self._listener.bind(str(path))
-        path.chmod(0o600)  # before anyone can connect
-        self._inode = path.stat().st_ino
-        self._listener.listen(MAX_CONNECTIONS)
-        self._woken, self._wake = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
-        for one in (self._listener, self._woken):
-            one.setblocking(False)
-            self._selector.register(one, selectors.EVENT_READ)
+        self.arrived = arrived or threading.Event()
+        self._token, self._store = token, store
+        is_near = isinstance(place, Path)
+        self._opens = {k: o for k, o in (opens or {}).items() if is_near or k in BETWEEN_HOSTS}
+        self._device_bytes = device_bytes
+        self._lock = threading.Lock()
+        self._serving: dict[Connection, threading.Thread] = {}
+        self._is_closed = False
+        self.listener = (
+            UnixListener(place, MAX_CONNECTIONS) if isinstance(place, Path) else TcpListener(place)
+        )
         self._thread = threading.Thread(target=self._run, daemon=True, name="easerve-ec-inbox")
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening; a socket that another engine has put in our place stays."""
-        self._wake.close()
+        self._is_closed = True
+        self.listener.hang_up()
         self._thread.join()
-        with contextlib.suppress(FileNotFoundError):
-            if self._path.stat().st_ino == self._inode:
-                self._path.unlink()
+        self.listener.close()
+        with self._lock:
+            serving = dict(self._serving)
+            for connection in serving:
+                connection.hang_up()
+        for thread in serving.values():
+            thread.join()
 
     def _run(self) -> None:
         while True:
-            for key, _ in self._selector.select():
-                if key.fileobj is self._woken:
-                    for connection in list(self._peers):
-                        self._part(connection)
-                    self._listener.close()
-                    self._woken.close()
-                    self._selector.close()
+            try:
+                connection = self.listener.accept()
+            except OSError as error:
+                if self._is_closed:
                     return
-                if key.fileobj is self._listener:
-                    self._accept()
-                else:
-                    assert isinstance(key.fileobj, socket.socket)
-                    self._serve(key.fileobj)
+                logger.warning("no connection taken: %s", error)
+                time.sleep(0.01)  # we may be out of descriptors
+                continue
+            with self._lock:
+                if len(self._serving) >= MAX_CONNECTIONS:
+                    logger.warning("too many connections")
+                    connection.close()
+                    continue
+                thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
+                self._serving[connection] = thread
+                thread.start()
 
-    def _accept(self) -> None:
+    def _serve(self, connection: Connection) -> None:
+        """Whatever is wrong with a message ends this connection and nothing else."""
+        peer = _Peer(connection)
         try:
-            connection, _ = self._listener.accept()
-        except OSError as error:
-            logger.warning("no connection taken: %s", error)
-            time.sleep(0.01)  # we may be out of descriptors
-            return
-        if len(self._peers) >= MAX_CONNECTIONS:
-            logger.warning("too many connections")
-            connection.close()
-            return
-        connection.setblocking(False)
-        self._peers[connection] = _Peer()
-        self._selector.register(connection, selectors.EVENT_READ)
-
-    def _serve(self, connection: socket.socket) -> None:
-        """Take one message; whatever is wrong with it ends this connection and nothing else."""
-        try:
-            if self._take(connection):
-                return
-        except BlockingIOError:
-            return
+            self._welcome(peer)
+            while connection.is_readable(None) and self._take(peer):
+                pass
         except (MessageError, OSError) as error:
             # The text alone: the error would keep what came with the message.
             logger.warning("connection given up: %s", str(error))
         except Exception:
             logger.exception("connection given up")
-        self._part(connection)
+        finally:
+            with self._lock:
+                del self._serving[connection]
+                connection.close()
+            if peer.buffer is not None:
+                with contextlib.suppress(Exception):  # its owner may be gone
+                    peer.buffer.close()
 
-    def _part(self, connection: socket.socket) -> None:
-        self._selector.unregister(connection)
-        connection.close()
-        buffer = self._peers.pop(connection).buffer
-        if buffer is not None:
-            with contextlib.suppress(Exception):  # its owner may be gone
-                buffer.close()
+    def _welcome(self, peer: _Peer) -> None:
+        proof = peer.connection.proof(self._token, is_engine=True)
+        match peer.connection.receive():
+            case Hello() as hello, None if hello.is_welcome(proof):
+                peer.connection.takes_bundles = True
+                if hello.buffer is not None and hello.buffer.kind in self._opens:
+                    self._open(peer, hello.buffer)
+            case None:
+                pass
+            case _:
+                raise MessageError("the peer speaks another version or has not our token")
 
-    def _take(self, connection: socket.socket) -> bool:
+    def _open(self, peer: _Peer, buffer: Buffer) -> None:
+        """Without our Ready the encoder sends host memory."""
+        try:
+            peer.buffer = self._opens[buffer.kind](buffer)
+        except Exception as error:  # as of a device that this engine does not see
+            logger.warning("an encoder's bundles come by host memory: %r", str(error))
+            return
+        peer.num_bytes = buffer.num_bytes
+        peer.connection.send(Ready())
+
+    def _take(self, peer: _Peer) -> bool:
         """Whether the connection goes on."""
-        packet, descriptors, flags, _ = socket.recv_fds(
-            connection, MAX_MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC
-        )
-        memory = Memory.received(descriptors[0]) if descriptors else None
-        if not packet:
-            return False
-        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-            raise MessageError("a message is too large")
-        peer = self._peers[connection]
-        match decode(packet):
-            case Hello() as hello:
-                check_peer(connection)
-                if peer.is_welcome or not hello.is_welcome(self._token):
-                    raise MessageError("the peer speaks another version or has not our token")
-                peer.is_welcome = True
-                self._open(connection, hello)
-            case _ if not peer.is_welcome:
-                raise MessageError("the peer has not said hello")
-            case Push(slot=None) as push if memory is not None:
+        match peer.connection.receive():
+            case None:
+                return False
+            case Push(slot=None) as push, Memory() as memory:
                 self._add(push, memory)
-            case Push() as push if push.slot is not None and memory is None:
-                self._read(connection, push)
-            case Query() as query:
-                _answer(connection, Missing(self._store.missing(query.keys)))
-            case message:
+            case Push(slot=Slot() as slot) as push, None:
+                self._read(peer, push, slot)
+            case Query(keys), None:
+                peer.connection.send(Missing(self._store.missing(keys)))
+            case message, _:
                 raise MessageError(f"{type(message).__name__} is not for us")
         return True
+
+    def _read(self, peer: _Peer, push: Push, slot: Slot) -> None:
+        if peer.buffer is None or slot.offset + slot.num_bytes > peer.num_bytes:
+            raise MessageError("the peer has no such slot")
+        try:
+            is_full = self._store.num_bytes > self._device_bytes
+            memory = read(peer.buffer, slot, to_host=is_full)
+            # An encoder uses slots anew of which we say nothing, but hangs up on us before.
+            if peer.connection.has_ended():
+                raise MessageError("a bundle was read too late and is dropped")
+            self._add(push, memory)
+        finally:
+            with contextlib.suppress(OSError):
+                peer.connection.send(Read(slot.number))
 
     def _add(self, push: Push, memory: Memory | DeviceMemory) -> None:
         check_items(push.items, memory.num_bytes)
@@ -168,35 +179,3 @@ class Inbox:
         gone = self._store.add(memory, push.items, usable_s)
         self.arrived.set()
         del gone  # while the engine goes on
-
-    def _open(self, connection: socket.socket, hello: Hello) -> None:
-        """Without our Ready the encoder sends host memory."""
-        if hello.buffer is None or hello.buffer.kind not in self._opens:
-            return
-        peer = self._peers[connection]
-        try:
-            peer.buffer = self._opens[hello.buffer.kind](hello.buffer)
-        except Exception:
-            logger.warning("no way to an encoder's device", exc_info=True)
-            return
-        peer.num_bytes = hello.buffer.num_bytes
-        _answer(connection, Ready())
-
-    def _read(self, connection: socket.socket, push: Push) -> None:
-        peer, slot = self._peers[connection], push.slot
-        assert slot is not None
-        if peer.buffer is None or slot.offset + slot.num_bytes > peer.num_bytes:
-            raise MessageError("the peer has no such slot")
-        memory = peer.buffer.read(slot.offset, slot.num_bytes)
-        if time.monotonic_ns() > push.sent_ns + SLOT_LIFE_NS:
-            logger.warning("a bundle was read too late and is dropped")
-            return
-        _answer(connection, Read(slot.number))
-        self._add(push, memory)
-
-
-def _answer(connection: socket.socket, message: Message) -> None:
-    try:
-        connection.send(encode(message))
-    except BlockingIOError:
-        raise MessageError("the peer does not read") from None

@@ -1,6 +1,7 @@
 """From device to device by NIXL: a prefill engine reads out of the encoder's buffer."""
 
 import os
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -66,28 +67,45 @@ class NixlExporter:
 
 
 class NixlReader:
-    """One agent for all encoders; what is read lands in one registered buffer, then moves on."""
+    """One agent for all encoders; what is read lands in a registered buffer, then moves on."""
 
     def __init__(self, device: str) -> None:
         self._agent = _new_agent("prefill")
         self._device = device
-        self._landing: torch.Tensor | None = None
-        self._registered: Any = None
+        self._lock = threading.Lock()  # of the agent and of where it lands
+        self._landings: dict[str, tuple[torch.Tensor, Any]] = {}  # by device; and registered as
+        self._abandoned: object = None
 
     def open(self, buffer: Buffer) -> "NixlImporter":
         try:
             descriptor = msgspec.msgpack.decode(buffer.descriptor, type=_Descriptor)
         except msgspec.MsgspecError as error:
             raise MessageError(str(error)) from None
-        return NixlImporter(self, self._agent.add_remote_agent(descriptor.agent), descriptor)
+        with self._lock:
+            return NixlImporter(self, self._agent.add_remote_agent(descriptor.agent), descriptor)
 
     def close(self, peer: str) -> None:
-        self._agent.remove_remote_agent(peer)
+        with self._lock:
+            self._agent.remove_remote_agent(peer)
 
     def read(
-        self, peer: str, place: _Descriptor, offset: int, num_bytes: int
+        self, peer: str, place: _Descriptor, offset: int, num_bytes: int, *, to_host: bool
     ) -> Memory | DeviceMemory:
-        landing = self._landing_of(num_bytes)
+        with self._lock:
+            to = "cpu" if to_host else self._device
+            content = self._landed(peer, place, offset, num_bytes, to)
+            if not content.is_cuda:
+                return Memory.of([memoryview(content.numpy())])
+            import torch
+
+            made = DeviceMemory(content.clone())
+            torch.cuda.current_stream().synchronize()  # before the next read lands
+            return made
+
+    def _landed(
+        self, peer: str, place: _Descriptor, offset: int, num_bytes: int, to: str
+    ) -> "torch.Tensor":
+        landing = self._landing_of(num_bytes, to)
         memory, device = _memory_of(landing)
         agent = self._agent
         handle = agent.initialize_xfer(
@@ -98,16 +116,12 @@ class NixlReader:
         )
         try:
             self._finish(handle)
+        except Exception as error:  # NIXL has many kinds
+            self._abandoned = self._landings.pop(to)  # something may land there yet
+            raise OSError(f"reading by NIXL failed: {error!r}") from None
         finally:
             agent.release_xfer_handle(handle)
-        content = landing[:num_bytes]
-        if content.is_cuda:
-            import torch
-
-            made = DeviceMemory(content.clone())
-            torch.cuda.current_stream().synchronize()  # before the next read lands
-            return made
-        return Memory.of([memoryview(content.numpy())])
+        return landing[:num_bytes]
 
     def _finish(self, handle: Any) -> None:
         until = time.monotonic() + MAX_READ_S
@@ -116,25 +130,25 @@ class NixlReader:
             time.sleep(POLL_S)
             state = self._agent.check_xfer_state(handle)
         if state != "DONE":
-            raise OSError(f"reading by NIXL ended in {state}")
+            raise TimeoutError(state)
 
-    def _landing_of(self, num_bytes: int) -> "torch.Tensor":
+    def _landing_of(self, num_bytes: int, device: str) -> "torch.Tensor":
         import torch
 
-        if self._landing is None or self._landing.numel() < num_bytes:
-            if self._landing is not None:
-                self._agent.deregister_memory(self._registered)
-            self._landing = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-            self._registered = self._agent.register_memory(self._landing)
-        return self._landing
+        if device in self._landings and self._landings[device][0].numel() < num_bytes:
+            self._agent.deregister_memory(self._landings.pop(device)[1])
+        if device not in self._landings:
+            landing = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            self._landings[device] = landing, self._agent.register_memory(landing)
+        return self._landings[device][0]
 
 
 class NixlImporter:
     def __init__(self, reader: NixlReader, peer: str, place: _Descriptor) -> None:
         self._reader, self._peer, self._place = reader, peer, place
 
-    def read(self, offset: int, num_bytes: int) -> Memory | DeviceMemory:
-        return self._reader.read(self._peer, self._place, offset, num_bytes)
+    def read(self, offset: int, num_bytes: int, *, to_host: bool) -> Memory | DeviceMemory:
+        return self._reader.read(self._peer, self._place, offset, num_bytes, to_host=to_host)
 
     def close(self) -> None:
         self._reader.close(self._peer)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from easerve.engines.vllm.ec.messages import ALIGNMENT, Slot
 
-SLOT_LIFE_NS = 5_000_000_000  # from the push; a reader discards what it read later
+SLOT_LIFE_NS = 5_000_000_000
 
 
 @dataclass(slots=True)
@@ -17,14 +17,15 @@ class _Slot:
     begin: int
     end: int
     peer: str
-    until_ns: int
-    is_free: bool = False
+    taken_ns: int
+    free_ns: int | None = None
 
 
 class Ring:
     """Bookkeeping of a buffer of ``num_bytes``; it touches no memory.
 
-    A slot is free again when its peer gave it back or is gone, or when its life is over.
+    A slot is free again when its peer gave it back, or a life after its peer was forgotten: by then
+    a peer that still reads knows that it must not use what it reads.
     """
 
     def __init__(self, num_bytes: int, clock: Callable[[], int] = time.monotonic_ns) -> None:
@@ -35,12 +36,12 @@ class Ring:
     def take(self, num_bytes: int, peer: str) -> Slot | None:
         """A slot of this size, or None where there is no room now."""
         now = self._clock()
-        while self._slots and (self._slots[0].is_free or self._slots[0].until_ns < now):
+        while self._slots and (free_ns := self._slots[0].free_ns) is not None and free_ns <= now:
             self._slots.popleft()
         begin = self._place(-(-num_bytes // ALIGNMENT) * ALIGNMENT)
         if begin is None:
             return None
-        slot = _Slot(next(self._numbers), begin, begin + num_bytes, peer, now + SLOT_LIFE_NS)
+        slot = _Slot(next(self._numbers), begin, begin + num_bytes, peer, now)
         self._slots.append(slot)
         return Slot(slot.number, begin, num_bytes)
 
@@ -58,9 +59,16 @@ class Ring:
     def give_back(self, peer: str, number: int) -> None:
         for slot in self._slots:
             if slot.peer == peer and slot.number == number:
-                slot.is_free = True
+                slot.free_ns = self._clock()
+
+    def late(self) -> set[str]:
+        """The peers that have had a slot for longer than its life."""
+        until = self._clock() - SLOT_LIFE_NS
+        return {slot.peer for slot in self._slots if slot.free_ns is None and slot.taken_ns < until}
 
     def forget(self, peer: str) -> None:
-        """The peer is gone and reads no more."""
+        """We have hung up on the peer, or it on us."""
+        free_ns = self._clock() + SLOT_LIFE_NS
         for slot in self._slots:
-            slot.is_free = slot.is_free or slot.peer == peer
+            if slot.peer == peer and slot.free_ns is None:
+                slot.free_ns = free_ns

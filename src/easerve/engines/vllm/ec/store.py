@@ -17,6 +17,7 @@ from easerve.engines.vllm.ec.memory import Memory
 from easerve.engines.vllm.ec.messages import Item
 from easerve.engines.vllm.ec.transport import DeviceMemory
 
+FRESH_FACTOR = 2  # times the limit, for bundles that nobody has used yet
 MAX_NEWS = 1 << 16  # of each kind; older ones are forgotten when nobody asks
 
 
@@ -77,10 +78,15 @@ class Store:
             self._arrivals.append(Arrival(len(items), memory.num_bytes, usable_s))
             bundle = _Bundle(memory, {}, self._clock() + self._fresh_s)
             for item in items:
-                if item.key not in self._items:
-                    self._items[item.key] = bundle, item
-                    bundle.keys[item.key] = None
-                    self._evicted.pop(item.key, None)
+                if item.key in self._items:  # somebody wants it all the same
+                    there, _ = self._items[item.key]
+                    there.fresh_until = bundle.fresh_until
+                    if there is not bundle:
+                        self._bundles.move_to_end(there)
+                    continue
+                self._items[item.key] = bundle, item
+                bundle.keys[item.key] = None
+                self._evicted.pop(item.key, None)
             if bundle.keys:
                 self._bundles[bundle] = None
                 self.num_bytes += memory.num_bytes
@@ -132,23 +138,26 @@ class Store:
             return arrivals, evicted
 
     def _shrink(self, newest: _Bundle | None = None) -> list[Memory | DeviceMemory]:
-        """Drop what nobody holds until it fits; what nobody has used yet goes last."""
+        """Drop what nobody holds until it fits. What nobody has used yet goes only where there is
+        too much of it: its request is on its way.
+        """
         gone: list[Memory | DeviceMemory] = []
         now = self._clock()
-        for is_fresh in (False, True):
+        for factor in (1, FRESH_FACTOR):
             for bundle in list(self._bundles):
-                if not self._is_full():
-                    return gone
+                if not self._is_over(factor):
+                    break
                 is_held = any(key in self._holders for key in bundle.keys)
-                if bundle is newest or is_held or (bundle.fresh_until > now) is not is_fresh:
+                is_fresh = bundle.fresh_until > now
+                if bundle is newest or is_held or is_fresh is (factor == 1):
                     continue
                 gone.append(bundle.memory)
                 for key in list(bundle.keys):
                     self._forget(key)
         return gone
 
-    def _is_full(self) -> bool:
-        return self.num_bytes > self._max_bytes or len(self._bundles) > self._max_bundles
+    def _is_over(self, factor: int) -> bool:
+        return self.num_bytes > factor * self._max_bytes or len(self._bundles) > self._max_bundles
 
     def _forget(self, key: str) -> None:
         bundle, _ = self._items.pop(key)

@@ -5,14 +5,17 @@ and gives it back. Nothing of it is needed: without it, and whenever the buffer 
 by host memory.
 """
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from easerve.engines.vllm.ec.memory import Memory, view_of
-from easerve.engines.vllm.ec.messages import Buffer, Item
+from easerve.engines.vllm.ec.messages import Buffer, Item, Slot
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger("vllm.easerve.ec.transport")
 
 
 class DeviceMemory:
@@ -47,9 +50,21 @@ class Exporter(Protocol):
 class Importer(Protocol):
     """A prefill engine's end of one encoder's buffer."""
 
-    def read(self, offset: int, num_bytes: int) -> Memory | DeviceMemory: ...
+    def read(self, offset: int, num_bytes: int, *, to_host: bool) -> Memory | DeviceMemory: ...
 
     def close(self) -> None: ...
+
+
+def read(importer: Importer, slot: Slot, *, to_host: bool) -> Memory | DeviceMemory:
+    """What is in the slot; in host memory where the engine's device has no room for it."""
+    import torch
+
+    if not to_host:
+        try:
+            return importer.read(slot.offset, slot.num_bytes, to_host=False)
+        except torch.OutOfMemoryError:
+            logger.warning("no room on the device for a bundle of %d bytes", slot.num_bytes)
+    return importer.read(slot.offset, slot.num_bytes, to_host=True)
 
 
 Open = Callable[[Buffer], Importer]
