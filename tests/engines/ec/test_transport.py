@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from easerve.engines.vllm.ec import nixl, tcp
 from easerve.engines.vllm.ec import ring as ring_module
-from easerve.engines.vllm.ec import tcp
 from easerve.engines.vllm.ec.connection import UnixConnection, connect
 from easerve.engines.vllm.ec.cuda_ipc import CudaDriver, CudaIpcExporter, CudaIpcImporter
 from easerve.engines.vllm.ec.inbox import Inbox
@@ -25,6 +25,7 @@ from easerve.engines.vllm.ec.messages import (
     Item,
     Push,
     Slot,
+    encode,
     inbox_path,
     new_socket,
 )
@@ -251,6 +252,23 @@ def test_an_engine_that_reads_nothing_for_long_is_left_and_uses_nothing_of_it(
     assert way_of(store, "c") is DeviceMemory, "where the other was"
 
 
+def test_an_engine_that_has_read_all_is_not_left_after_a_pause(
+    outbox: Outbox,
+    store: Store,
+    destination: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ready(outbox, store, destination)
+    assert outbox.push(destination, embeddings("a"), time.monotonic_ns())
+    assert way_of(store, "a") is DeviceMemory
+    monkeypatch.setattr(ring_module, "SLOT_LIFE_NS", 20_000_000)
+    time.sleep(0.05)
+    assert outbox.push(destination, embeddings("b"), time.monotonic_ns())
+    assert way_of(store, "b") is DeviceMemory
+    assert not caplog.records
+
+
 def test_an_engine_that_cannot_read_the_buffer_gets_host_memory(
     tmp_path: Path, outbox: Outbox, store: Store
 ) -> None:
@@ -415,6 +433,72 @@ def test_a_slot_that_is_not_the_peers_ends_the_connection(
             pass
     end.close()
     assert store.get("a") is None
+
+
+def test_what_is_read_to_the_host_needs_nothing_on_the_device(driver: FakeDriver) -> None:
+    exporter = CudaIpcExporter(driver, RING_BYTES)
+    exporter.write(64, [(0, torch.arange(16, dtype=torch.uint8))])
+    memory = CudaIpcImporter(driver, exporter.buffer, "meta").read(64, 16, to_host=True)
+    assert isinstance(memory, Memory)
+    assert memory.mapping[:] == bytes(range(16))
+
+
+class FakeAgent:
+    """As of NIXL; a read copies nothing and ends in ``state``."""
+
+    state = "DONE"
+
+    def __init__(self) -> None:
+        self.registered: list[Any] = []
+
+    def add_remote_agent(self, metadata: bytes) -> str:
+        return metadata.decode()
+
+    def register_memory(self, tensor: Any) -> Any:
+        self.registered.append(tensor)
+        return tensor
+
+    def deregister_memory(self, tensor: Any) -> None:
+        self.registered = [one for one in self.registered if one is not tensor]
+
+    def get_xfer_descs(self, places: list[tuple[int, int, int]], _: str) -> object:
+        return places
+
+    def initialize_xfer(self, *given: object) -> object:
+        return given
+
+    def transfer(self, _: object) -> str:
+        if self.state == "gone":
+            raise RuntimeError("NIXL_ERR_REMOTE_DISCONNECT")
+        return self.state
+
+    check_xfer_state = transfer
+
+    def release_xfer_handle(self, handle: object) -> None: ...
+
+
+@pytest.mark.parametrize("state", ["PROC", "ERR", "gone"])
+def test_where_a_read_by_nixl_failed_no_other_lands(
+    monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    """It may go on and write there at any time."""
+    agent = FakeAgent()
+    monkeypatch.setattr(nixl, "_new_agent", lambda _: agent)
+    monkeypatch.setattr(nixl, "MAX_READ_S", 0.01)
+    descriptor = encode((b"encoder", 0, "VRAM", 0))
+    importer = nixl.NixlReader("cpu").open(Buffer("nixl", 4096, descriptor))
+    importer.read(0, 64, to_host=False)
+    importer.read(0, 32, to_host=True)
+    assert len(agent.registered) == 1, "used again"
+    importer.read(0, 128, to_host=True)
+    assert [len(tensor) for tensor in agent.registered] == [128]
+    agent.state = state
+    with pytest.raises(OSError, match="reading by NIXL failed"):
+        importer.read(0, 64, to_host=True)
+    agent.state = "DONE"
+    importer.read(0, 64, to_host=True)
+    first, second = agent.registered
+    assert first.data_ptr() != second.data_ptr()
 
 
 def test_host_memory_needs_neither_end() -> None:

@@ -2,7 +2,8 @@
 
 Extra config: ``inboxes``, the folder of the prefill engines' sockets; ``name``, the engine's own;
 ``cache_bytes`` that a prefill engine keeps; ``timeout_s`` that it waits for an item that is coming;
-``transport``: "memfd" (host memory), "cuda-ipc" or "nixl" (device to device, ``ring_bytes`` of it);
+``transport``: "memfd" (host memory), "cuda-ipc" or "nixl" (device to device, ``ring_bytes`` of it;
+"nixl" between hosts as well);
 ``listen``: the tcp://host:port at which a prefill engine takes what other hosts push, if it does.
 The deployment's shared secret is in the environment.
 """

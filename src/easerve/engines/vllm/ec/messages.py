@@ -1,6 +1,6 @@
 """What is said on the socket of a prefill engine: one msgpack message per packet.
 
-A sequential-packet socket keeps the messages apart, and a file descriptor travels with its message.
+Within a host a sequential-packet socket keeps them apart and a descriptor travels with its message.
 Each connection begins with Hello. An encoder goes on with Push, each with the descriptor of a
 bundle's memory; who wants to know which items an engine lacks asks Query and gets Missing. An
 encoder with a buffer on its device says so in its Hello; an engine that can read it says Ready, and

@@ -78,43 +78,21 @@ class Outbox:
     def _push(self, destination: str, embeddings: Sequence[Embedding], sent_ns: int) -> None:
         items, num_bytes = _laid_out(embeddings)
         push = Push(sent_ns, items)
-        if self._push_slot(destination, embeddings, push, num_bytes):
+        peer = self._peers.get(destination) or self._connect(destination)
+        slot = self._ring.take(num_bytes, destination) if peer.reads_slots else None
+        if slot is None or self._exporter is None:
+            memory = Memory.of([embedding.content() for embedding in embeddings])
+            peer.connection.send(push, memory)
             return
-        memory = Memory.of([embedding.content() for embedding in embeddings])
-        if destination in self._peers:
-            try:
-                self._peers[destination].connection.send(push, memory)
-                return
-            except ConnectionError:  # the engine has started again
-                self._drop(destination)
-        self._connect(destination).send(push, memory)
-
-    def _push_slot(
-        self, destination: str, embeddings: Sequence[Embedding], push: Push, num_bytes: int
-    ) -> bool:
-        """Where there is room and an engine that reads it."""
-        peer = self._peers.get(destination)
-        if self._exporter is None or peer is None or not peer.reads_slots:
-            return False
-        slot = self._ring.take(num_bytes, destination)
-        if slot is None:
-            return False
+        tensors = [(item.offset, e.tensor) for item, e in zip(items, embeddings, strict=True)]
         try:
-            tensors = [(i.offset, e.tensor) for i, e in zip(push.items, embeddings, strict=True)]
             self._exporter.write(slot.offset, tensors)
             peer.connection.send(replace(push, slot=slot))
-        except BaseException as error:
+        except BaseException:
             self._ring.give_back(destination, slot.number)  # who was not told does not read it
-            if not isinstance(error, ConnectionError):
-                raise
-            self._drop(destination)
-            return False
-        return True
+            raise
 
     def _take_answers(self) -> None:
-        for name in self._ring.late():
-            logger.warning("%s reads nothing", name)
-            self._drop(name)
         for name, peer in list(self._peers.items()):
             try:
                 while peer.connection.is_readable():
@@ -132,8 +110,11 @@ class Outbox:
             except Exception as error:
                 logger.warning("%s: %s", name, repr(error))
                 self._drop(name)
+        for name in self._ring.late():
+            logger.warning("%s reads nothing", name)
+            self._drop(name)
 
-    def _connect(self, destination: str) -> Connection:
+    def _connect(self, destination: str) -> _Peer:
         if destination.startswith("tcp:"):
             new = tcp.connect(destination)
         else:
@@ -143,8 +124,8 @@ class Outbox:
         except BaseException:
             new.close()
             raise
-        self._peers[destination] = _Peer(new)
-        return new
+        peer = self._peers[destination] = _Peer(new)
+        return peer
 
     def _drop(self, destination: str) -> None:
         """Hang up on an engine, which uses nothing any more that it reads of our buffer."""
