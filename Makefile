@@ -1,7 +1,7 @@
 # The same commands for people and for CI.
 PYTHON ?= python3
 BIN := .venv/bin
-UNIT := PYTHONHASHSEED=0 $(BIN)/pytest -m "not engines" -n 2 --dist loadfile
+UNIT := PYTHONHASHSEED=0 $(BIN)/pytest -m "not engines" -n 3 --dist loadfile
 export PYTHON
 
 .PHONY: install demo test test-unit soak check fmt docs docs-batching model accuracy random-models clean

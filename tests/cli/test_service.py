@@ -154,7 +154,7 @@ async def test_a_local_prefill_engine_that_was_killed_comes_back(
     assert any(message.startswith(f"{LOCAL} is back after ") for message in caplog.messages)
 
 
-@pytest.mark.parametrize("name", ["encode-0", "prefill-0", "decode-0"])
+@pytest.mark.parametrize("name", ["encode-0", "prefill-0"])
 async def test_an_engine_of_another_stage_does_not(serve: Serve, exits: Exits, name: str) -> None:
     async with serve() as running:
         await kill(running, name)

@@ -87,7 +87,7 @@ def test_one_to_avoid_is_chosen_only_when_there_is_no_other() -> None:
     assert least_backlog({P0: 0}, avoid=[P0]) == P0
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(st.dictionaries(WORKERS, st.integers(0, 3), min_size=1), st.sets(WORKERS))
 def test_no_worker_would_have_been_better(
     backlog: dict[WorkerId, int], avoid: set[WorkerId]
@@ -103,7 +103,7 @@ def test_no_worker_would_have_been_better(
 
 
 @pytest.mark.parametrize("where", KEEPING)
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(batches=BATCHES)
 def test_the_share_is_kept_however_it_changes_and_whatever_is_down(
     where: str, batches: list[tuple[list[Candidate], Load, float]]
@@ -125,7 +125,7 @@ def test_the_share_is_kept_however_it_changes_and_whatever_is_down(
 
 
 @pytest.mark.parametrize("where", RULES)
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(batches=BATCHES)
 def test_the_record_of_a_batch_adds_up(
     where: str, batches: list[tuple[list[Candidate], Load, float]]
@@ -145,7 +145,7 @@ def test_the_record_of_a_batch_adds_up(
         assert router.deficit == before
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(SHARES, st.lists(st.integers(1, 8), max_size=30), st.randoms(use_true_random=False))
 def test_a_batch_is_drawn_as_its_requests_would_be_one_by_one(
     share: float, batches: list[int], random: Random
@@ -209,7 +209,7 @@ def test_another_seed_is_in_force_at_once() -> None:
 
 @pytest.mark.parametrize("where", ["deficit", "deficit-tokens", "band", "bernoulli"])
 @pytest.mark.parametrize(("share", "letter"), [(0.0, "l"), (1.0, "r")])
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(loads=st.lists(LOADS, max_size=20))
 def test_all_or_nothing_is_absolute(
     where: str, share: float, letter: str, loads: list[Load]
@@ -279,7 +279,7 @@ def imbalance(tokens: Sequence[int], remote: Sequence[int]) -> Fraction:
     return abs(sum(tokens[i] for i in remote) - Fraction(len(remote) * sum(tokens), len(tokens)))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(TOKENS_AND_SIDES.filter(bool))
 def test_an_exchange_is_never_for_the_worse_and_moves_nobody_to_another_count(
     drawn: list[tuple[int, Side]],
@@ -373,7 +373,7 @@ def test_the_guard_takes_nobody_from_where_it_finishes_earlier(where: str) -> No
 
 
 @pytest.mark.parametrize("where", KEEPING)
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(batches=BATCHES)
 def test_with_a_guard_what_counts_keeps_the_share(
     where: str, batches: list[tuple[list[Candidate], Load, float]]

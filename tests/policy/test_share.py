@@ -81,7 +81,7 @@ def remotes(sides: Sequence[Side]) -> list[int]:
 # Deficit ------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(SHARES, st.integers(1, 300))
 def test_the_share_is_never_off_by_more_than_half_a_request(share: int, num: int) -> None:
     stream, s = Stream("deficit", share).run(num), Fraction(share, ONE)
@@ -91,7 +91,7 @@ def test_the_share_is_never_off_by_more_than_half_a_request(share: int, num: int
     assert stream.deficit == num * share - stream.num_remote * ONE
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(SHARES, st.integers(1, 300))
 def test_in_any_window_the_share_is_off_by_less_than_a_request(share: int, num: int) -> None:
     stream, s = Stream("deficit", share).run(num), Fraction(share, ONE)
@@ -99,7 +99,7 @@ def test_in_any_window_the_share_is_off_by_less_than_a_request(share: int, num: 
     assert max(off) - min(off) < 1
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(SHARES.filter(lambda share: 0 < share < ONE), st.integers(1, 300))
 def test_runs_are_as_short_as_the_share_allows(share: int, num: int) -> None:
     s = Fraction(share, ONE)
@@ -116,7 +116,7 @@ def test_nothing_drifts_over_many_requests(share: float) -> None:
     assert remotes(stream.sides) == expected
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(st.lists(st.tuples(SHARES, st.integers(0, 20)), max_size=20))
 def test_the_bound_holds_for_a_share_that_changes(parts: list[tuple[int, int]]) -> None:
     stream, promised = Stream("deficit", 0), Fraction(0)
@@ -137,7 +137,7 @@ def test_draws_alternate_at_a_half_and_say_why() -> None:
 # Deficit by tokens --------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(SHARES, TOKENS)
 def test_the_share_of_tokens_is_off_by_half_the_longest_prompt_at_most(
     share: int, tokens: list[int]
@@ -151,7 +151,7 @@ def test_the_share_of_tokens_is_off_by_half_the_longest_prompt_at_most(
     assert stream.deficit == total * share - remote * ONE
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(st.lists(st.tuples(SHARES, st.integers(1, 5000)), max_size=100))
 def test_the_bound_in_tokens_holds_for_a_share_that_changes(parts: list[tuple[int, int]]) -> None:
     stream, promised, remote, longest = Stream("deficit-tokens", 0), Fraction(0), 0, 0
@@ -177,7 +177,7 @@ def test_a_share_of_nothing_or_all_is_absolute_whatever_came_before(
 # Band ---------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(SHARES, st.floats(0.5, 5), WAITS)
 def test_in_the_band_the_earlier_finish_is_taken_where_the_bound_allows(
     share: int, kappa: float, waits: list[tuple[float, float]]
@@ -199,7 +199,7 @@ def test_in_the_band_the_earlier_finish_is_taken_where_the_bound_allows(
             assert abs(Fraction(other, ONE)) > Fraction(floor(kappa * ONE), ONE)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(SHARES.filter(lambda share: 0 < share < ONE))
 def test_a_band_of_half_a_request_leaves_nothing_to_choose(share: int) -> None:
     band, deficit = Stream("band", share, band_kappa=0.5), Stream("deficit", share)
@@ -274,7 +274,7 @@ def test_a_hash_draws_the_same_in_another_process(hash_seed: str) -> None:
     assert ran.stdout.strip() == "".join(side[0] for side in here)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(SHARES, WAITS)
 def test_the_shorter_queue_is_joined_whatever_the_share(
     share: int, waits: list[tuple[float, float]]
@@ -330,7 +330,7 @@ def test_the_clock_of_a_trim_starts_with_its_first_backlogs() -> None:
     assert trim.share == ONE // 2
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(
     SHARES,
     st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 1e6), st.integers(0, 2 * TRIM_NS))),

@@ -119,23 +119,23 @@ class Kept:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.55, 1.0])
-async def test_of_a_hundred_requests_the_share_is_remote(serve: Serve, share: float) -> None:
+async def test_of_sixty_requests_the_share_is_remote(serve: Serve, share: float) -> None:
     server = await serve(BOTH_SIDES, policy={"remote_share": share})
-    await ask_many(server, range(100), pictures(12))
+    await ask_many(server, range(60), pictures(8))
     calls = Counter(num_prefills(server))
-    assert calls.total() == 100
-    assert abs(calls["p0"] - 100 * share) <= 0.5
+    assert calls.total() == 60
+    assert abs(calls["p0"] - 60 * share) <= 0.5
     assert max(server.engines["e0"].encoded.values()) == 1
     realised = (await metrics_of(server))["easerve_offload_realised_share_ratio"]
-    assert realised == calls["p0"] / 100
+    assert realised == calls["p0"] / 60
 
 
 @pytest.mark.parametrize("share", [0.3, 0.55])
 async def test_by_tokens_the_share_of_the_tokens_is_remote(serve: Serve, share: float) -> None:
     kept, policy = Kept(), {"remote_share": share, "where": "deficit-tokens"}
     server = await serve(BOTH_SIDES, policy=policy, log=kept)
-    await ask_many(server, range(100), pictures(12))
-    assert len(kept.placed) == 100
+    await ask_many(server, range(60), pictures(8))
+    assert len(kept.placed) == 60
     remote = [each for each, action in kept.placed.items() if action.worker_id == "p0"]
     num_remote = sum(kept.num_tokens[each] for each in remote)
     longest = max(kept.num_tokens.values())
@@ -145,15 +145,15 @@ async def test_by_tokens_the_share_of_the_tokens_is_remote(serve: Serve, share: 
 async def test_the_share_is_changed_while_serving(serve: Serve) -> None:
     server = await serve(BOTH_SIDES, server={"admin_token": TOKEN}, policy=LOCAL)
     expected = Counter[str]()
-    for share, num_remote in ((0.0, 0), (1.0, 40), (0.5, 20), (0.0, 0)):
+    for share, num_remote in ((0.0, 0), (1.0, 20), (0.5, 10), (0.0, 0)):
         response = await server.client.patch(
             "/admin/knobs",
             json={"remote_share": share},
             headers={"authorization": f"Bearer {TOKEN}"},
         )
         assert response.json()["remote_share"] == share
-        await ask_many(server, range(40), pictures(4))
-        expected.update(p0=num_remote, l0=40 - num_remote)
+        await ask_many(server, range(20), pictures(4))
+        expected.update(p0=num_remote, l0=20 - num_remote)
         assert num_prefills(server) == +expected
         found = await metrics_of(server)
         assert found["easerve_offload_share_ratio"] == share
@@ -411,7 +411,7 @@ async def test_a_client_that_leaves_while_prefill_waits_leaves_nothing(
     assert server.fabric.kv == {}
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 async def test_clients_leave_and_engines_come_and_go_and_who_stays_has_his_answer(
     serve: Serve, seed: int
 ) -> None:

@@ -12,8 +12,11 @@ import pytest
 from easerve.engines.vllm.launch import SITE
 
 pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"there is no {name}")
-    for name in ("nixl", "torch")
+    pytest.mark.engines,
+    *(
+        pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"there is no {name}")
+        for name in ("nixl", "torch")
+    ),
 ]
 NUM_BUNDLES = 20
 SAID = re.compile(r"prefill-0|tcp:[0-9.:/]+|ready|[0-9]+")
