@@ -11,13 +11,14 @@ from easerve.config import Policy
 from easerve.costs.linear import LinearCosts
 from easerve.policy import events as ev
 from easerve.policy.admission import Admission
-from easerve.policy.core import HELD, Core, Limits
+from easerve.policy.core import Core, Limits
 from easerve.policy.estimates import Estimates
 from easerve.policy.knobs import Knobs
 from easerve.policy.lifecycle import RequestState
 from easerve.policy.offload import Placement
 from easerve.policy.placing import LEAST
 from easerve.policy.state import Request
+from easerve.policy.supply import HELD
 from easerve.serve.admin import knobs_of
 from easerve.types import (
     NS_PER_S,

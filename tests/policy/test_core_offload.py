@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from easerve.policy import events as ev
-from easerve.policy.core import HELD
 from easerve.policy.lifecycle import RequestState
 from easerve.policy.offload import ONLY
 from easerve.policy.placing import BESIDE
+from easerve.policy.supply import HELD
 from easerve.types import RequestId, Side, Stage, WorkerId
 
 from .scenario import (

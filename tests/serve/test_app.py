@@ -194,7 +194,7 @@ async def test_a_client_that_leaves_while_it_sends_is_no_error(server: Server) -
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"functions": [{}]}, "functions"),
         ({"kv_transfer_params": {}}, "kv_transfer_params"),
-        ({"ec_transfer_params": {"folders": ["/"]}}, "ec_transfer_params"),
+        ({"ec_transfer_params": {"coming": [0]}}, "ec_transfer_params"),
     ],
 )
 async def test_a_wrong_field_is_a_400_that_names_it(

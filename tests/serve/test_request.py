@@ -95,7 +95,7 @@ def test_what_asks_for_nothing_is_taken_and_not_passed_on(endpoint: Endpoint, na
         ("audio", {"voice": "x"}),
         ("prompt_logprobs", 1),
         ("kv_transfer_params", {}),
-        ("ec_transfer_params", {"folders": ["/"]}),
+        ("ec_transfer_params", {"coming": [0]}),
         ("mm_payload", "full"),
         ("foo", 0),
         ("", 1),

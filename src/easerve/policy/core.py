@@ -26,9 +26,9 @@ from easerve.policy.placing import Placing
 from easerve.policy.pool import Pool, Worker
 from easerve.policy.queues import Queues, prepares
 from easerve.policy.state import Leg, Request
-from easerve.types import NS_PER_S, BatchId, Reason, RequestId, Side, Stage, WorkerId
+from easerve.policy.supply import Supply
+from easerve.types import NS_PER_S, Reason, RequestId, Side, Stage, WorkerId
 
-HELD = "the encoder has them"
 PrefillEvent: TypeAlias = ev.PrefillFinished | ev.PrefillFailed | ev.EmbeddingMissing
 DecodeEvent: TypeAlias = ev.FirstToken | ev.DecodeFinished | ev.DecodeFailed
 
@@ -61,6 +61,7 @@ class Core:
         self._directory = Directory()
         self._placing = Placing(knobs, self.pool, self._directory, self._flow.times)
         self._batcher = MicroBatcher(knobs, self._encoding, self._flow.times)
+        self._supply = Supply(self.pool, self._encoding, self._directory, self._batcher)
         self._actions: list[ev.Action] = []
         self._now_ns = 0
 
@@ -173,13 +174,7 @@ class Core:
         if media:
             for item in request.items:
                 self._flow.times.seen(item)
-            unknown = [
-                index
-                for index, item in enumerate(request.items)
-                if next(self._directory.holders(item.key), None) is None
-            ]
-            new = [self._encoding.want(request, index, self._now_ns) for index in unknown]
-            if any(new):
+            if self._supply.want_unknown(request, self._now_ns):
                 self._batcher.arrivals.observe(self._now_ns)
             if not request.pending:
                 self._sent(request)
@@ -274,55 +269,14 @@ class Core:
 
     def _start_encode(self, closing: Closing) -> None:
         """Its destinations are drawn first. Prefill starts with it, and waits for what comes."""
-        requests, encoder_id = requests_of(closing.entries), closing.worker.worker_id
-        self._placing.place(requests, self._now_ns, encoder_id)
-        batch_id, batch = self._encoding.start(closing.entries, encoder_id)
-        closing.worker.start(batch_id, batch.num_tokens, self._now_ns)
-        self._call_encoder(batch_id, batch, closing.decision)
+        requests = requests_of(closing.entries)
+        self._placing.place(requests, self._now_ns, closing.worker.worker_id)
+        self._actions.append(self._supply.start(closing, self._now_ns))
         for request in requests:
             self._flow.let_pass(request)
-            self._supply(request)
+            self._actions += self._supply.complete(request, self._now_ns)
             if not request.pending:
                 self._sent(request)
-
-    def _call_encoder(self, batch_id: BatchId, batch: Batch, decision: ev.Decision) -> None:
-        items = []
-        for entry in batch.entries:
-            waiters = []
-            for request, index in entry.waiters:
-                assert request.destination is not None, "drawn before the batch is started"
-                waiters.append(ev.Waiter(request.request_id, index, request.destination))
-            items.append(ev.EncodeItem(entry.item, tuple(waiters)))
-        self._actions.append(
-            ev.StartEncode(batch_id, batch.worker_id, tuple(items), decision, batch.forward)
-        )
-
-    def _supply(self, request: Request) -> None:
-        """See to it that every embedding is at its destination, or on the way there.
-
-        It comes from an encoder that has it, or is encoded. What is queued, or under way to
-        somewhere else, is waited for.
-        """
-        destination, sending = request.destination, dict[WorkerId, list[int]]()
-        assert destination is not None, "drawn before anything is sent"
-        for index, item in enumerate(request.items):
-            if self._directory.holds(destination, item.key) and index not in request.pending:
-                continue
-            holder = self._encoder_with(item.key, request)
-            if holder is None or self._encoding.has(item.key):
-                self._encoding.want(request, index, self._now_ns)
-            else:
-                sending.setdefault(holder, []).append(index)
-        for encoder_id, indices in sending.items():
-            sent = self._encoding.send(request, indices, encoder_id, self._now_ns)
-            self._call_encoder(*sent, self._batcher.decision(sent[1].entries, HELD, self._now_ns))
-
-    def _encoder_with(self, key: str, request: Request) -> WorkerId | None:
-        """An encoder that has an embedding, and has not failed the request."""
-        holders = (each for each in self._directory.holders(key) if each not in request.avoid)
-        workers = map(self.pool.get, holders)
-        encoders = (each.worker_id for each in workers if each and each.stage is Stage.ENCODE)
-        return next(encoders, None)
 
     def _encode_ended(self, event: ev.EncodeFinished | ev.EncodeFailed) -> None:
         batch = self._encoding.take(event.batch_id)
@@ -338,9 +292,7 @@ class Core:
             return
         if seconds is not None:
             self._flow.times.encode.observe(batch.num_tokens, seconds)
-        for entry in batch.entries:
-            for holder in (batch.worker_id, *sorted(entry.destinations)):
-                self._directory.gained(holder, entry.item.key)
+        self._supply.arrived(batch)
         for request in self._encoding.finished(batch):
             self._sent(request)
         for request in requests_of(batch.entries):
@@ -406,7 +358,7 @@ class Core:
                 continue
             self._flow.let_pass(request)
             self._placing.place([request], self._now_ns)
-            self._supply(request)
+            self._actions += self._supply.complete(request, self._now_ns)
             if request.pending:  # all of its legs come again when it is supplied
                 self._held_back(request)
                 held_back = True
@@ -430,11 +382,6 @@ class Core:
         worker.hold(key, request.shape.num_prompt_tokens)
         if not coming:
             worker.begin(key, self._now_ns)
-        held = [
-            index
-            for index, item in enumerate(request.items)
-            if index not in request.sent and self._directory.holds(worker.worker_id, item.key)
-        ]
         self._actions.append(
             ev.StartPrefill(
                 request.request_id,
@@ -444,7 +391,7 @@ class Core:
                 request.chosen,
                 request.placement,
                 coming,
-                len(held),
+                self._supply.num_held(request, worker.worker_id),
                 resume=leg.started,
             )
         )
