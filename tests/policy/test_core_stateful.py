@@ -346,5 +346,5 @@ class Driver(RuleBasedStateMachine):
 
 TestDriver = Driver.TestCase
 TestDriver.settings = settings(
-    deadline=None, derandomize=True, max_examples=120, stateful_step_count=60
+    deadline=None, derandomize=True, max_examples=90, stateful_step_count=60
 )

@@ -1239,8 +1239,8 @@ LOCAL_TOO = (*TWO_OF_EACH, "l0", "l1")
 
 @pytest.mark.parametrize(
     ("engines", "share"),
-    [(("e0", "p0", "d0"), 1.0), (TWO_OF_EACH, 1.0), (LOCAL_TOO, 0.5)],
-    ids=["1e1p1d", "2e2p2d", "2e2l2p2d"],
+    [(("e0", "p0", "d0"), 1.0), (LOCAL_TOO, 0.5)],
+    ids=["1e1p1d", "2e2l2p2d"],
 )
 @pytest.mark.parametrize("when", ["none", "slack"])
 async def test_under_load_every_answer_is_right_and_nothing_is_left(
