@@ -248,12 +248,17 @@ def _make_cluster(
     specs = launch.engine_specs(
         deployment, plan, folders.run, folders.logs, token, info.media_at_prefill
     )
-    fork_server = None
-    if deployment.uses_fork_server:
-        argv = launch.fork_server_command(info.architecture or "", info.model_type or "")
-        env = {name: value for name, value in specs[0].env.items() if name != launch.CORES}
-        fork_server = ForkServerSpec(argv, env)
-    return LocalCluster(folders, specs, fork_server, on_exit)
+    return LocalCluster(folders, specs, fork_server(deployment, info, specs), on_exit)
+
+
+def fork_server(
+    deployment: Deployment, info: models.ModelInfo, specs: Sequence[EngineSpec]
+) -> ForkServerSpec | None:
+    """What the engines are forked from, if the deployment wants it."""
+    if not deployment.uses_fork_server:
+        return None
+    argv = launch.fork_server_command(info.architecture or "", info.model_type or "")
+    return ForkServerSpec(argv, specs[0].unpinned_env)
 
 
 @contextlib.contextmanager

@@ -371,11 +371,8 @@ class Core:
         assert worker is not None, "it was placed in this step"
         assert request.placement is not None, "it was placed in this step"
         leg.move("prefill started")
-        leg.worker_id, leg.since_ns, leg.num_missed = (
-            worker.worker_id,
-            self._now_ns,
-            request.num_missed,
-        )
+        leg.worker_id, leg.since_ns = worker.worker_id, self._now_ns
+        leg.num_missed = request.num_missed
         worker.release(request.request_id)  # held by the request until a leg holds it
         key = request.request_id, leg.index
         coming = self._encoding.coming(request, worker.worker_id)

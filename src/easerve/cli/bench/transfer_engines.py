@@ -19,7 +19,6 @@ from easerve.cli import deploy
 from easerve.cluster.local import (
     EngineStartError,
     Folders,
-    ForkServerSpec,
     LocalCluster,
     make_folders,
     tail,
@@ -126,20 +125,15 @@ def _with_storage(spec: EngineSpec, folder: Path | None) -> EngineSpec:
 @asynccontextmanager
 async def pairs(plan: Launch, progress: Progress) -> AsyncIterator[dict[str, Pair]]:
     """All of them run and are healthy; leaving ends them. Raises EngineStartError."""
-    deployment, info = plan.deployment, plan.info
+    deployment = plan.deployment
     specs = [spec for pair in plan.specs.values() for spec in pair]
-    fork_server = None
-    if deployment.uses_fork_server:
-        argv = launch.fork_server_command(info.architecture or "", info.model_type or "")
-        env = {name: value for name, value in specs[0].env.items() if name != launch.CORES}
-        fork_server = ForkServerSpec(argv, env)
     engines = {spec.worker_id: _connect(spec, plan) for spec in specs}
 
     async def healthy(spec: EngineSpec) -> bool:
         return await engines[spec.worker_id].health() is True
 
     folders = replace(plan.folders, lock=os.dup(plan.folders.lock))  # it closes its own
-    cluster = LocalCluster(folders, specs, fork_server)
+    cluster = LocalCluster(folders, specs, deploy.fork_server(deployment, plan.info, specs))
     try:
         await cluster.start(healthy, deployment.engine.startup_timeout_s, progress)
         yield {
@@ -226,12 +220,11 @@ async def data_plane(plan: Launch, progress: Progress) -> AsyncIterator[DataPlan
 
 def _spawn(plan: Launch, log: Path) -> tuple[subprocess.Popen[bytes], socket.socket]:
     spec, _ = next(iter(plan.specs.values()))
-    env = {name: value for name, value in spec.env.items() if name != launch.CORES}
     ours, theirs = socket.socketpair()
     with theirs, log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", MODULE, str(theirs.fileno()), json.dumps(plan.settings)],
-            env={**os.environ, **env, PARENT_PID: str(os.getpid())},
+            env={**os.environ, **spec.unpinned_env, PARENT_PID: str(os.getpid())},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from easerve.cli.doctor import SHM_ROOT
 from easerve.cluster import supervisor
 from easerve.config import ConfigError
 
-SHM_ROOT = Path("/dev/shm")  # noqa: S108 (the folder below it is private)
 MOUNTS = Path("/proc/self/mountinfo")
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 

@@ -49,6 +49,11 @@ class EngineSpec:
     inbox: Path | None = None
     beside: tuple[WorkerId, ...] = ()
 
+    @property
+    def unpinned_env(self) -> dict[str, str]:
+        """For a process that is not this engine's alone: it may use every core."""
+        return {name: value for name, value in self.env.items() if name != CORES}
+
     def command(self) -> list[str]:
         return [sys.executable, "-m", ENTRY, *self.argv]
 
