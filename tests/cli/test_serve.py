@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from easerve.cli import serve
-from easerve.config import Deployment, Policy
+from easerve.config import Deployment, Partition, Policy
+from easerve.engines.partition.setup import SETUP
+from easerve.engines.protocol import Division, Driven
 from easerve.engines.vllm import memory, models
 from easerve.engines.vllm.models import CAPABILITIES, ModelInfo
 
@@ -211,6 +213,34 @@ def test_local_prefill_and_its_share_are_options(
     assert (made.local_prefill, made.policy.remote_share) == (None, 1)
 
 
+def test_a_divided_device_and_its_rule_are_options(
+    read: Any, tmp_path: Path, deployment: Path
+) -> None:
+    path = tmp_path / "divided.yaml"
+    path.write_text(deployment.read_text() + DIVIDED)
+    assert read(deployment).partition is None
+    made = read(deployment, "--local-prefill", "--partition", "--how", "static")
+    assert (made.partition, made.policy.how) == (Partition(), "static")
+    made = read(path, "--how", "gate")
+    assert (made.partition.patience_s, made.policy.how) == (0.5, "gate")
+    made = read(path, "--no-partition")
+    assert (made.partition, made.local_prefill is None) == (None, False)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--partition",), "partition needs a section local_prefill"),
+        (("--local-prefill", "--how", "gate"), "policy.how needs a section partition"),
+        (("--local-prefill", "--partition", "--how", "often"), "policy.how: Input should be 'dyn"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(
+    easerve: Easerve, words: tuple[str, ...], message: str
+) -> None:
+    assert_refused(easerve("serve", "owner/name", *words), message)
+
+
 def test_local_prefill_switched_off_leaves_a_share_that_cannot_be(
     easerve: Easerve, tmp_path: Path, deployment: Path
 ) -> None:
@@ -329,6 +359,62 @@ def test_a_dry_run_shows_how_a_gpu_is_divided(
     shown = commands(easerve("serve", *words, "--json"))
     assert after(shown["encode-0"], "--gpu-memory-utilization") == "0.07"
     assert after(shown["local-prefill-0"], "--gpu-memory-utilization") == "0.83"
+
+
+DIVIDED = "local_prefill: {}\npartition: {driver: gate, patience_s: 0.5}\n"
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_a_dry_run_shows_which_engines_divide_a_device(
+    easerve: Easerve, deployment: Path, tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    path = tmp_path / "divided.yaml"
+    path.write_text(deployment.read_text() + DIVIDED)
+    ended = easerve("serve", path, "--dry-run", *more)
+    assert (ended.code, ended.err) == (0, "")
+    if not more:
+        assert ended.out.count(f"{SETUP}=") == 2
+        assert "--worker-cls easerve.engines.vllm.cpu_worker.CpuPrefillWorker" in ended.out
+        return
+    shown = {engine["name"]: engine["env"] for engine in json.loads(ended.out)["engines"]}
+    told = {name: env[SETUP] for name, env in shown.items() if SETUP in env}
+    assert list(told) == ["encode-0", "local-prefill-0"]
+    setup = json.loads(told["encode-0"])
+    assert (setup["cell"], setup["driver"]) == ("/run/easerve/encode-0.cell", "gate")
+    assert setup["patience_s"] == 0.5
+    workers = {name: after(words, "--worker-cls") for name, words in commands(ended).items()}
+    assert workers["encode-0"] == "easerve.engines.vllm.cpu_worker.CpuEncodeWorker"
+    assert workers["prefill-0"] is None
+
+
+def test_a_driver_that_is_not_for_the_device_is_refused(
+    easerve: Easerve, deployment: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "divided.yaml"
+    path.write_text(deployment.read_text() + DIVIDED.replace("gate", "priority"))
+    assert_refused(easerve("serve", path, "--dry-run"), "partition.driver priority is not for")
+
+
+CORES = Driven("cpu", "cores by affinity", 4, 1, 3)
+GATE = Driven("gate", "cpu: one core", 1, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("encode", "prefill", "said", "red"),
+    [
+        (CORES, CORES, "by cpu (cores by affinity): 4 units, 3 at most for encode", False),
+        (CORES, None, "by cpu (cores by affinity): 4 units, 3 at most for encode", False),
+        (GATE, GATE, "device divided by gate (cpu: one core): 1 units", False),
+        (CORES, GATE, "by one engine only: encode by cpu, prefill by gate", True),
+        (None, None, "do not say how", True),
+    ],
+)
+def test_it_is_said_by_what_a_device_is_divided(
+    encode: Driven | None, prefill: Driven | None, said: str, red: bool
+) -> None:
+    described = serve.describe(Division(encode, prefill, {}))
+    assert said in described
+    assert ("[red]" in described) is red
 
 
 def row(line: str) -> list[str]:

@@ -18,6 +18,7 @@ from easerve.cli.deploy import Service, service
 from easerve.cluster import restarts
 from easerve.cluster.local import make_folders
 from easerve.config import Deployment
+from easerve.engines.partition.cell import PAGE_BYTES
 from easerve.engines.vllm import launch
 from easerve.types import Stage, WorkerId
 
@@ -26,7 +27,7 @@ from ..processes import is_alive, wait_until
 ROOT = Path(__file__).parents[2]
 LOCAL, ALL = "local-prefill-0", ["encode-0", "local-prefill-0", "prefill-0", "decode-0"]
 Exits = list[tuple[WorkerId, int, float | None]]
-Serve = Callable[[], AbstractAsyncContextManager[Service]]
+Serve = Callable[..., AbstractAsyncContextManager[Service]]
 
 
 class Connected:
@@ -52,7 +53,7 @@ class Connected:
             num_slots,
         )
         self.max_batch_tokens, self.beside, self.more = max_batch_tokens, more["beside"], more
-        self.closed = False
+        self.closed, self.num_asked = False, 0
         self.made.append(self)
 
     async def learn_limits(self) -> None:
@@ -61,6 +62,11 @@ class Connected:
     async def health(self) -> bool:
         with socket.socket(socket.AF_UNIX) as client:
             return client.connect_ex(str(self.socket)) == 0
+
+    async def division(self) -> None:
+        """Of an encoder, once a second."""
+        assert self.stage is Stage.ENCODE
+        self.num_asked += 1
 
     async def close(self) -> None:
         self.closed = True
@@ -89,12 +95,16 @@ def serve(
         "local_prefill": {"max_num_seqs": 7},
         "policy": {"remote_share": 0.5},
     }
-    made = Deployment.model_validate(content)
+
+    def start(**more: Any) -> AbstractAsyncContextManager[Service]:
+        made = Deployment.model_validate(content | more)
+        return service(made, lambda *_: None, lambda *exit: exits.append(exit))
+
     with tempfile.TemporaryDirectory(
         prefix="ea-", dir="/tmp"
     ) as folder:  # a socket's path is short
         monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
-        yield lambda: service(made, lambda *_: None, lambda *exit: exits.append(exit))
+        yield start
         assert not list(Path(folder).iterdir())
 
 
@@ -127,6 +137,18 @@ async def test_engines_are_connected_as_the_deployment_says(serve: Serve) -> Non
         tokens = {each.more["token"] for each in Connected.made}
         assert len(tokens) == 1
         assert len(tokens.pop()) == 64
+        assert encoder.num_asked, "how its device is divided"
+        assert not any(each.more["divided"] for each in Connected.made)
+        assert not list(running.cluster.folders.run.glob("*.cell"))
+
+
+async def test_two_engines_of_a_device_have_a_page_before_they_start(serve: Serve) -> None:
+    async with serve(partition={"driver": "gate"}) as running:
+        divided = [each.worker_id for each in Connected.made if each.more["divided"]]
+        assert divided == ["encode-0", LOCAL]
+        (page,) = running.cluster.folders.run.glob("*.cell")
+        assert page.read_bytes() == bytes(PAGE_BYTES)
+        assert {spec.cell for spec in running.cluster.specs} == {page, None}
 
 
 async def test_no_two_deployments_have_the_same_secret(serve: Serve) -> None:

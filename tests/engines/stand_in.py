@@ -82,17 +82,21 @@ async def breaks_off(request: web.Request) -> web.StreamResponse:
 
 @dataclass
 class StandIn:
-    """``requests`` are the paths and bodies that came; ``answer`` is what comes back."""
+    """``requests`` are the paths and bodies that came, ``headers`` what came with them; ``answer``
+    is what comes back.
+    """
 
     socket: Path
     answer: Answer = field(default_factory=lambda: replies({}))
     requests: list[tuple[str, Any]] = field(default_factory=list)
+    headers: list[Mapping[str, str]] = field(default_factory=list)
     waiting: asyncio.Event = field(default_factory=asyncio.Event)
     hung_up: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         body = await request.json() if request.can_read_body else None
         self.requests.append((request.path, body))
+        self.headers.append(request.headers)
         return await self.answer(request)
 
     async def never(self, request: web.Request) -> web.StreamResponse:

@@ -13,8 +13,9 @@ from easerve.policy.encoding import Encoding, Entry
 from easerve.policy.knobs import Knobs, Order
 from easerve.policy.lifecycle import RequestState
 from easerve.policy.offload import ONLY, SPILL, Candidate, Load, Offload, Placement
+from easerve.policy.partition import ALL, HALF, MOST, SHARED, Demand, Devices, Surface
 from easerve.policy.share import ONE
-from easerve.types import BatchId, Reason, RequestId, Side, Stage
+from easerve.types import BatchId, Reason, RequestId, Side, Stage, WorkerId
 
 from .model import Asked, Model, keys_of, num_tokens_of
 
@@ -60,13 +61,46 @@ class Share:
         assert abs(self.deficit) <= ONE * bounds.get(self.knobs.where, inf), "off its share"
 
 
+def fewest(surface: Surface, target_s: float, num_tokens: int) -> tuple[int, int, bool]:
+    """Of the rows up to the one for so many tokens: its batch, the most units, if it is met."""
+    fits = [row for row in surface.rows if row[0] * surface.item_tokens >= num_tokens]
+    batch, latencies = (fits or surface.rows[-1:])[0]
+    units = [
+        min(
+            (k for k, _ in row if all(s <= target_s for other, s in row if other >= k)),
+            default=max(k for k, _ in row),
+        )
+        for each, row in surface.rows
+        if each <= batch
+    ]
+    return batch, max(units), max(latencies)[1] <= target_s
+
+
+def demanded(devices: Devices | None, knobs: Knobs, num_tokens: int) -> Demand:
+    """What a forward is to get at an encoder of so many tokens, found the long way."""
+    if devices is None or knobs.how == "none":
+        return SHARED
+    if knobs.how == "gate":
+        return Demand(ALL, False, "gate")
+    if knobs.how == "static":
+        return Demand(HALF if knobs.encode_units is None else knobs.encode_units, True, "static")
+    if devices.surface is None:
+        return Demand(MOST, False, "no profile")
+    batch, units, met = fewest(devices.surface, knobs.encode_target_s, num_tokens)
+    return Demand(units, False, f"table, batch {batch}" if met else "over target")
+
+
 class Checked(Model):
-    def __init__(self, core: Core, limits: Limits) -> None:
+    def __init__(self, core: Core, limits: Limits, devices: Devices | None = None) -> None:
         super().__init__(core, limits)
+        self.devices = devices
+        self.standing: dict[WorkerId, Demand] = {}
+        """What each encoder was told last; nothing that it was told before it joined."""
         self.share = Share(core.knobs)
         self.watched = core._placing.offload = Watched(core.knobs)
 
     def step(self, events: list[ev.Event], actions: list[ev.Action], now_ns: int) -> None:
+        self.joining: set[WorkerId] = set()
         super().step(events, actions, now_ns)
         for batch in self.watched.batches:
             self.share.check(batch)
@@ -82,11 +116,17 @@ class Checked(Model):
             self.check_progress()
             self.check_waits()
         self.check_deadline()
+        self.check_standing()
 
     def hear(self, event: ev.Event) -> None:
         super().hear(event)
         if isinstance(event, ev.KnobsChanged):
             self.share.retune(event.knobs)
+        elif isinstance(event, ev.WorkerJoined | ev.WorkerLost):
+            self.standing.pop(event.worker_id, None)
+            if isinstance(event, ev.WorkerJoined) and event.stage is Stage.ENCODE:
+                self.standing[event.worker_id] = SHARED
+                self.joining.add(event.worker_id)
 
     # Of an action -----------------------------------------------------------------------------
 
@@ -100,6 +140,18 @@ class Checked(Model):
             return
         assert own_fault or request.num_failures > self.limits.max_retries
 
+    def do(self, action: ev.Action) -> None:
+        if isinstance(action, ev.Divide):
+            self.divide(action)
+        super().do(action)
+
+    def divide(self, action: ev.Divide) -> None:
+        """Nobody is told twice; one that joins and is lost in one step is told in vain."""
+        if action.worker_id in self.standing:
+            told = self.standing[action.worker_id]
+            assert action.demand != told or action.worker_id in self.joining, "told before"
+            self.standing[action.worker_id] = action.demand
+
     def start_encode(self, action: ev.StartEncode) -> None:
         decision = action.decision
         assert decision.wait_s >= decision.held_s >= 0
@@ -107,7 +159,12 @@ class Checked(Model):
         assert bool(decision.held_s) == bool(decision.held_by)
         if not action.forward:
             self.check_sent(action)
+            assert action.demand == self.stands
         else:
+            there = [each for each in self.batches.values() if each.forward]
+            there = [action, *(each for each in there if each.worker_id == action.worker_id)]
+            num_tokens = sum(map(num_tokens_of, there))
+            assert action.demand == demanded(self.devices, self.core.knobs, num_tokens)
             assert len({entry.item.modality for entry in action.items}) == 1
             if self.core.knobs.when == "none":
                 assert len(action.items) == 1
@@ -290,6 +347,14 @@ class Checked(Model):
     def check_wait(self, entry: Entry) -> None:
         assert self.now_ns < entry.since_ns + HARD_TIMEOUT_NS, "waits too long"
         assert not entry.suspects, "nobody will join it"
+
+    @property
+    def stands(self) -> Demand:
+        demand = demanded(self.devices, self.core.knobs, 0)
+        return demand if demand.standing else SHARED
+
+    def check_standing(self) -> None:
+        assert all(each == self.stands for each in self.standing.values()), "not told"
 
     def check_deadline(self) -> None:
         deadline_ns = self.core.next_deadline()

@@ -16,6 +16,7 @@ from easerve.policy.estimates import Estimates
 from easerve.policy.knobs import Knobs
 from easerve.policy.lifecycle import RequestState
 from easerve.policy.offload import Placement
+from easerve.policy.partition import Devices, Surface
 from easerve.policy.placing import LEAST
 from easerve.policy.state import Request
 from easerve.policy.supply import HELD
@@ -52,6 +53,9 @@ SLOW = LinearCosts(  # a call of a picture takes 330 ms, a prompt 100 ms
     prefill_token_s=0.001,
     decode_token_s=0.02,
 )
+
+SURFACE = Surface(NUM_ITEM_TOKENS, ((1, ((8, 0.02), (16, 0.01))), (2, ((8, 0.05), (16, 0.03)))))
+"""One picture is encoded in time on 8 units, two are not on any."""
 
 R, S, T = map(RequestId, "rst")
 E0, E1, E2 = map(WorkerId, ("e0", "e1", "e2"))
@@ -202,8 +206,9 @@ class Scenario:
         admission: Admission = ADMISSION,
         limits: Limits = LIMITS,
         estimates: Estimates | None = None,
+        devices: Devices | None = None,
     ) -> None:
-        self.core = Core(knobs, admission, estimates or LinearCosts(), limits)
+        self.core = Core(knobs, admission, estimates or LinearCosts(), limits, devices)
         self.now_ns = 0
         engines = workers or (E0, P0, D0)
         self.tell(

@@ -15,12 +15,28 @@ from easerve.policy.admission import Admission
 from easerve.policy.batching import HARD_TIMEOUT_NS, RULES
 from easerve.policy.core import Core, Limits
 from easerve.policy.knobs import Knobs, Order
+from easerve.policy.partition import RULES as DIVISIONS
+from easerve.policy.partition import Devices
 from easerve.policy.share import RULES as SIDES
 from easerve.types import NS_PER_S, BatchId, MediaItem, Modality, Reason, RequestId, WorkerId
 
 from .invariants import Checked
 from .model import Handle, keys_of
-from .scenario import D0, D1, DEFAULTS, E0, E1, L0, L1, P0, P1, joined, picture, shape_of
+from .scenario import (
+    D0,
+    D1,
+    DEFAULTS,
+    E0,
+    E1,
+    L0,
+    L1,
+    P0,
+    P1,
+    SURFACE,
+    joined,
+    picture,
+    shape_of,
+)
 
 MS = NS_PER_S // 1000
 ADMISSION = Admission(max_requests=8, max_bytes=32)
@@ -63,6 +79,9 @@ KNOBS = st.fixed_dictionaries(
         "band_kappa": st.sampled_from([0.5, 2.0]),
         "share_trim": st.booleans(),
         "spill_guard_s": st.sampled_from([None, None, 0.1, 0.0]),
+        "how": st.sampled_from(list(DIVISIONS)),
+        "encode_target_s": st.sampled_from([0.04, 0.025, 0.015, 0.001]),
+        "encode_units": st.sampled_from([None, 3, 5]),
     }
 ).map(lambda knobs: replace(DEFAULTS, **knobs))
 
@@ -73,6 +92,7 @@ class Driver(RuleBasedStateMachine):
         knobs=KNOBS,
         poisoned=st.sets(KEYS, max_size=1),
         sizes=st.tuples(*[SIZES] * len(WORKERS)),
+        devices=st.sampled_from([Devices(SURFACE), Devices(), None]),
     )
     def start(
         self,
@@ -80,10 +100,11 @@ class Driver(RuleBasedStateMachine):
         knobs: Knobs,
         poisoned: set[str],
         sizes: tuple[dict[str, int], ...],
+        devices: Devices | None,
     ) -> None:
         limits = Limits(max_retries, request_timeout_ns=5 * NS_PER_S, worker_wait_ns=500 * MS)
-        self.core = Core(knobs, ADMISSION, LinearCosts(), limits)
-        self.model = Checked(self.core, limits)
+        self.core = Core(knobs, ADMISSION, LinearCosts(), limits, devices)
+        self.model = Checked(self.core, limits, devices)
         self.poisoned = poisoned
         self.now_ns = 0
         self.inbox: list[ev.Event] = []

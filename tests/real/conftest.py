@@ -133,11 +133,13 @@ def servers() -> Iterator[Callable[..., RealServer]]:
         started.append(RealServer(process, runtime, output))
         return started[-1]
 
-    yield start_server
-    for server in started:
-        server.process.kill()
-        server.process.wait()
-        shutil.rmtree(server.runtime, ignore_errors=True)
+    try:
+        yield start_server
+    finally:
+        for server in started:
+            server.process.kill()
+            server.process.wait()
+            shutil.rmtree(server.runtime, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

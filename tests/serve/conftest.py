@@ -17,7 +17,8 @@ from .server import MODEL, ONE_OF_EACH, Server
 
 
 class Serve(Protocol):
-    """Starts a server. ``limits``, ``server``, ``engine`` and ``policy``: of the deployment.
+    """Starts a server. ``limits``, ``server``, ``engine``, ``policy`` and ``partition``: of the
+    deployment.
 
     With an ``l0`` among its engines the deployment has local prefill engines.
     """
@@ -32,6 +33,7 @@ class Serve(Protocol):
         engine: dict[str, Any] | None = None,
         policy: dict[str, Any] | None = None,
         log: StepLog | None = None,
+        partition: dict[str, Any] | None = None,
     ) -> Server: ...
 
 
@@ -48,12 +50,14 @@ async def serve(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Serve]:
             engine: dict[str, Any] | None = None,
             policy: dict[str, Any] | None = None,
             log: StepLog | None = None,
+            partition: dict[str, Any] | None = None,
         ) -> Server:
             sections = {"limits": limits, "server": server, "engine": engine, "policy": policy}
             has_local = any(name.startswith("l") for name in engines)
             content = {
                 "model": MODEL,
                 "local_prefill": {} if has_local else None,
+                "partition": partition,
                 **{name: each or {} for name, each in sections.items()},
             }
             deployment = Deployment.model_validate(content)

@@ -25,6 +25,8 @@ from easerve.policy.admission import Admission
 from easerve.policy.batching import RULES
 from easerve.policy.core import Core, Limits
 from easerve.policy.knobs import Knobs
+from easerve.policy.partition import RULES as DIVISION_RULES
+from easerve.policy.partition import Devices, Surface
 from easerve.policy.share import RULES as SHARE_RULES
 from easerve.serve import decisions
 from easerve.serve.admin import knobs_of
@@ -85,7 +87,7 @@ class Preparing:
     """A core that prepares whatever it receives."""
 
     def __init__(self, *parts: object) -> None:
-        assert parts == (HEADER.knobs, HEADER.admission, HEADER.costs, HEADER.limits)
+        assert parts == (HEADER.knobs, HEADER.admission, HEADER.costs, HEADER.limits, None)
 
     def step(self, events: Iterable[ev.Event], now_ns: int) -> list[ev.Action]:
         asked = [event for event in events if isinstance(event, ev.RequestReceived)]
@@ -109,7 +111,10 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
         fields = {each.name: values(hints[each.name]) for each in dataclasses.fields(hint)}
         return st.builds(hint, **fields)  # type: ignore[arg-type]
     if get_origin(hint) is tuple:
-        return st.lists(values(get_args(hint)[0]), max_size=3).map(tuple)
+        kinds = get_args(hint)
+        if kinds[-1] is Ellipsis:
+            return st.lists(values(kinds[0]), max_size=3).map(tuple)
+        return st.tuples(*map(values, kinds))
     if isinstance(hint, UnionType):
         return st.one_of([values(each) for each in get_args(hint)])
     return st.integers(-(1 << 63), (1 << 63) - 1) if hint is int else st.from_type(hint)
@@ -140,7 +145,7 @@ def test_a_log_is_lines_of_json_and_a_step_without_news_a_short_one(path: Path) 
     header, *steps = write(path).read_bytes().splitlines()
     assert msgspec.json.decode(header)["knobs"]["order"] == "fifo"
     assert list(msgspec.json.decode(header)) == [
-        *("kind", "easerve", "format", "knobs", "admission", "limits", "costs")
+        *("kind", "easerve", "format", "knobs", "admission", "limits", "costs", "devices")
     ]
     assert steps[1] == b'{"kind":"step","now_ns":7}'
     assert msgspec.json.decode(steps[3]) == {
@@ -403,7 +408,7 @@ def test_a_line_that_is_not_understood_is_named(path: Path, line: str, message: 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        (b'"format":2', b'"format":1', "not the header of a decision log of format 2"),
+        (b'"format":3', b'"format":2', "not the header of a decision log of format 3"),
         (b'"limits":{', b'"limits":{"max_luck":1,', "unknown field 'max_luck' of header: "),
         (b'"kind":"header"', b'"kind":"step"', "unknown kind 'step'"),
         (b"\n", b"", "truncated"),
@@ -502,10 +507,12 @@ def test_batches_are_counted_by_reason(path: Path) -> None:
 POOL = {WorkerId(f"{stage}{number}"): stage for stage in Stage for number in range(2)}
 BESIDE = {WorkerId("prefill1"): (WorkerId("encode1"),)}
 KEYS = "abcdef"
+SURFACE = Surface(500, ((1, ((1, 0.05), (2, 0.02))), (4, ((1, 0.2), (2, 0.1), (3, 0.05)))))
+DIVIDED = dataclasses.replace(HEADER, devices=Devices(SURFACE))
 
 
 def with_rule(when: str) -> Header:
-    return dataclasses.replace(HEADER, knobs=dataclasses.replace(KNOBS, when=when))
+    return dataclasses.replace(DIVIDED, knobs=dataclasses.replace(KNOBS, when=when))
 
 
 def answer(chance: random.Random, action: ev.Action) -> ev.Event | None:
@@ -548,6 +555,8 @@ def news(chance: random.Random, number: int) -> ev.Event:
                 "flow": flow,
                 "where": where,
                 "remote_share": share,
+                "how": chance.choice(list(DIVISION_RULES)),
+                "encode_units": chance.choice([None, 1, 2]),
             }
             return ev.KnobsChanged(dataclasses.replace(KNOBS, **turned))
         case 5:
@@ -560,7 +569,7 @@ def news(chance: random.Random, number: int) -> ev.Event:
 
 def scenario(seed: int, num_steps: int = 300) -> Iterator[Told]:
     """A core among engines that come, go and fail."""
-    chance, core, now_ns = random.Random(seed), HEADER.make_core(), NS_PER_S
+    chance, core, now_ns = random.Random(seed), DIVIDED.make_core(), NS_PER_S
     waiting: list[ev.Event] = [*map(joined, POOL)]
     for number in range(num_steps):
         events = [waiting.pop(chance.randrange(len(waiting))) for _ in waiting[:3]]
@@ -585,7 +594,7 @@ for path in sys.argv[1:]:
 
 def test_the_real_core_decides_the_same_in_another_process(tmp_path: Path) -> None:
     runs = [list(scenario(seed)) for seed in range(20)]
-    paths = [write(tmp_path / str(seed), steps) for seed, steps in enumerate(runs)]
+    paths = [write(tmp_path / str(seed), steps, DIVIDED) for seed, steps in enumerate(runs)]
     done = {type(action) for steps in runs for _, _, actions in steps for action in actions}
     assert done == set(get_args(ev.Action)), "too little happens"
     for hash_seed in "123":

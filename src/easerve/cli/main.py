@@ -88,6 +88,13 @@ def serve(
         str | None,
         typer.Option(help="Batching rule: none, greedy, fixed, fill, gap or slack."),
     ] = None,
+    partition: Annotated[
+        bool | None,
+        typer.Option(help="Encode and local prefill divide their device, batch by batch."),
+    ] = None,
+    how: Annotated[
+        str | None, typer.Option(help="Rule that divides it: dynamic, static, none or gate.")
+    ] = None,
     decision_log: Annotated[
         Path | None, typer.Option(help="Write every decision there, for easerve replay.")
     ] = None,
@@ -109,7 +116,7 @@ def serve(
         "served_model_name": served_model_name,
         "device": device,
         "server": {"host": host, "port": port, "api_key": api_key, "admin_token": admin_token},
-        "policy": {"when": when, "remote_share": remote_share},
+        "policy": {"when": when, "how": how, "remote_share": remote_share},
         "engine": {
             "dtype": dtype,
             "max_model_len": max_model_len,
@@ -130,7 +137,8 @@ def serve(
         over["limits"] = {"limit_mm_per_prompt": limit}
         processor = command.json_option("mm-processor-kwargs", mm_processor_kwargs)
         over["engine"]["mm_processor_kwargs"] = processor
-        deployment = command.read(source, topology, over, local_prefill)
+        switches = {"local_prefill": local_prefill, "partition": partition}
+        deployment = command.read(source, topology, over, switches)
         if dry_run:
             command.dry_run(deployment, json_output)
         else:
@@ -158,6 +166,49 @@ def demo(
 
     try:
         raise typer.Exit(command.run(deployment, seed, device, json_output))
+    except ConfigError as error:
+        fail(error, USAGE_ERROR)
+
+
+@app.command()
+def profile(
+    deployment: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="A deployment file.")],
+    batches: Annotated[str, typer.Option(help="Items of a forward.")] = "1,2,4,8,16",
+    units: Annotated[
+        str | None, typer.Option(help="Cores or SMs of a forward; default: up to 16 numbers.")
+    ] = None,
+    runs: Annotated[int, typer.Option(min=20, help="Of each, after 3 warm-ups.")] = 20,
+    target_ms: Annotated[
+        float | None,
+        typer.Option(min=0.01, help="For a forward; default: policy.encode_target_s."),
+    ] = None,
+    size: Annotated[
+        str | None,
+        typer.Option(help="Of the pictures, e.g. 336x336; default: what the encoder was made for."),
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(help="The profile goes to a file in it, by device and model.")
+    ] = Path("profiles"),
+    html: Annotated[Path | None, typer.Option(help="Write a report with charts.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Measure how long encode takes by compute units and batch, on this device."""
+    from easerve.cli import profile as command
+    from easerve.cli.bench.command import Output, counts
+    from easerve.config import ConfigError
+
+    try:
+        measured = command.read(deployment)
+        target_s = measured.policy.encode_target_s if target_ms is None else target_ms / 1e3
+        asked = command.Asked(
+            counts("batches", batches, command.MAX_BATCH),
+            None if units is None else counts("units", units, command.MAX_UNITS),
+            runs,
+            target_s,
+            None if size is None else command.size_of(size),
+            out,
+        )
+        raise typer.Exit(command.run(measured, asked, Output(json_output, html)))
     except ConfigError as error:
         fail(error, USAGE_ERROR)
 
@@ -312,19 +363,83 @@ def bench_transfer(
         fail(error, USAGE_ERROR)
 
 
+@bench.command("partition")
+def bench_partition(
+    deployment: Annotated[
+        Path | None, typer.Argument(metavar="[FILE.yaml]", help="Default: the tiny model.")
+    ] = None,
+    parts: Annotated[str, typer.Option(help="What to measure, of cell,engines.")] = "cell,engines",
+    rules: Annotated[str, typer.Option(help="Rules to compare.")] = "none,static,dynamic,gate",
+    duration_s: Annotated[float, typer.Option(min=0.1, help="Of a run with one rule.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="How often the rules take turns.")] = 5,
+    load: Annotated[
+        float, typer.Option(min=0.01, max=0.95, help="Of the encoder, by its latency alone.")
+    ] = 0.4,
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same arrivals.")] = 0,
+    html: Annotated[Path | None, typer.Option(help="Write a report with pictures.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Encode beside local prefill on one device, by the rules that divide it."""
+    from easerve.cli import divide
+    from easerve.cli import profile as profiles
+    from easerve.cli.bench import command
+    from easerve.cli.bench.partition import PARTS, Plan
+    from easerve.cli.demo import DEFAULT_DEPLOYMENT
+    from easerve.config import ConfigError
+    from easerve.policy.partition import RULES, Devices
+    from easerve.serve.admin import knobs_of
+
+    try:
+        measured = profiles.read(deployment or DEFAULT_DEPLOYMENT, keep_profile=True)
+        plan = Plan(
+            command.names("rules", rules, RULES),
+            knobs_of(measured.policy),
+            divide.devices(measured) or Devices(),
+            duration_s,
+            rounds,
+            load,
+            seed,
+        )
+        asked = command.names("parts", parts, PARTS)
+        output = command.Output(json_output, html)
+        raise typer.Exit(command.bench_partition(measured, asked, plan, output))
+    except ConfigError as error:
+        fail(error, USAGE_ERROR)
+
+
 @app.command()
 def doctor(
     model: Annotated[
         str | None, typer.Option(help="Also say how this model would be served.")
     ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda, to serve on; default: a GPU if there is one.")
+    ] = None,
+    gpu_bench: Annotated[
+        bool,
+        typer.Option("--gpu-bench", help="Measure how this GPU can be divided; < 4 minutes."),
+    ] = False,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="With --gpu-bench: a simulated GPU instead.")
+    ] = False,
+    html: Annotated[
+        Path | None, typer.Option(help="With --gpu-bench: write a report with pictures.")
+    ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Say what this machine can do and what EAServe would use. Exit code 1: it cannot serve."""
     from easerve.cli import doctor as command
+    from easerve.cli import gpu_bench as bench
     from easerve.config import ConfigError
 
+    if not gpu_bench and (simulate or html is not None):
+        fail("--simulate and --html go with --gpu-bench", USAGE_ERROR)
+    if gpu_bench and (model or device):
+        fail("--gpu-bench measures the GPU; --model and --device say nothing to it", USAGE_ERROR)
     try:
-        raise typer.Exit(command.run(json_output, model))
+        if gpu_bench:
+            raise typer.Exit(bench.run(json_output, html, simulate))
+        raise typer.Exit(command.run(json_output, model, device))
     except ConfigError as error:
         fail(error, USAGE_ERROR)
 

@@ -16,6 +16,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
+from easerve.cli import divide
 from easerve.cli.deploy import (
     Service,
     raise_file_limit,
@@ -26,28 +27,33 @@ from easerve.cli.deploy import (
 from easerve.cli.progress import StartProgress
 from easerve.cluster.local import EngineStartError
 from easerve.config import GIB, ConfigError, Deployment, build, merge, parse_topology, read_file
-from easerve.engines.protocol import EngineError
+from easerve.engines.protocol import Division, EngineError
 from easerve.engines.vllm import launch, memory, models
 from easerve.engines.vllm.topology import members
 from easerve.serve.decisions import DecisionLog, StepLog
 from easerve.types import WorkerId
 
+NO_SWITCHES: Mapping[str, bool | None] = {}
 console = Console(stderr=True)
 
 
 def read(
-    source: str, topology: str | None, over: Mapping[str, Any], local_prefill: bool | None = None
+    source: str,
+    topology: str | None,
+    over: Mapping[str, Any],
+    switches: Mapping[str, bool | None] = NO_SWITCHES,
 ) -> Deployment:
     """The deployment: a file or a model, with the command line's options laid over it.
 
-    ``local_prefill`` switches the section of that name on, with what the file says of it, or off.
+    ``switches``: sections that are switched on, with what the file says of them, or off.
     """
     is_file = source.endswith((".yaml", ".yml"))
     content = read_file(Path(source)) if is_file else {"model": source}
     if topology is not None:
         content = merge(content, parse_topology(topology))
-    if local_prefill is not None:
-        content = merge(content, {"local_prefill": {} if local_prefill else None})
+    for section, on in switches.items():
+        if on is not None:
+            content = merge(content, {section: {} if on else None})
     if content.get("local_prefill") is not None:
         over = {**over, "encode": {}}  # a share of a GPU is of engines that have one to themselves
     return build(merge(content, _given(over)), source if is_file else "command line")
@@ -78,7 +84,10 @@ def dry_run(deployment: Deployment, as_json: bool) -> None:
     info = models.inspect(deployment.model)
     run, logs = Path("/run/easerve"), Path("/var/log/easerve")
     plan = memory.plan(deployment, info)
-    specs = launch.engine_specs(deployment, plan, run, logs, "<secret>", info.media_at_prefill)
+    chosen = divide.choose(deployment)
+    specs = launch.engine_specs(
+        deployment, plan, run, logs, "<secret>", info.media_at_prefill, chosen and chosen[1]
+    )
     if as_json:
         _print_json(specs, plan)
     else:
@@ -121,6 +130,20 @@ def _print_tables(specs: Sequence[launch.EngineSpec], plan: Sequence[memory.Row]
             "?" if row.kv_tokens is None else f"{row.kv_tokens:,}",
         )
     Console().print(table)
+
+
+def describe(division: Division) -> str:
+    """By what its device is divided."""
+    sides = {"encode": division.encode, "prefill": division.prefill}
+    drivers = {driven.driver for driven in sides.values() if driven is not None}
+    if len(drivers) > 1:
+        each = ", ".join(f"{side} by {driven.driver}" for side, driven in sides.items() if driven)
+        return f"[red]its device is divided by one engine only: {each}[/red]"
+    driven = next(filter(None, sides.values()), None)
+    if driven is None:
+        return "[red]its engines do not say how its device is divided[/red]"
+    parts = f", {driven.most} at most for encode" if driven.most else ""
+    return f"device divided by {driven.driver} ({driven.why}): {driven.total} units{parts}"
 
 
 def run(deployment: Deployment, decision_log: Path | None = None) -> int:
@@ -172,6 +195,8 @@ async def _serve(deployment: Deployment, log: StepLog | None) -> int:
                     f"engine logs: {running.cluster.folders.logs}",
                     soft_wrap=True,
                 )
+                for name, division in running.driver.divisions.items():
+                    console.print(f"{name}: {describe(division)}", soft_wrap=True)
                 await stop.wait()
                 console.print("ending: open requests are finished first; Ctrl-C again ends now")
         except asyncio.CancelledError:

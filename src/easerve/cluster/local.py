@@ -19,9 +19,12 @@ from typing import Any
 
 from easerve.cluster import supervisor
 from easerve.config import ConfigError
+from easerve.engines.partition.sides import DriverError
 from easerve.engines.vllm.launch import EngineSpec
+from easerve.engines.vllm.mps_daemon import MpsDaemon
 from easerve.types import WorkerId
 
+MPS = WorkerId("mps")
 HEALTH_POLL_S = 0.1
 STOP_GRACE_S = 3.0
 STOP_PATIENCE_S = STOP_GRACE_S + 7.0
@@ -96,14 +99,15 @@ class LocalCluster:
         specs: Sequence[EngineSpec],
         fork_server: ForkServerSpec | None,
         on_exit: Callable[[WorkerId, int], None] = lambda worker_id, code: None,
+        mps: MpsDaemon | None = None,
     ) -> None:
         self.folders, self.specs = folders, list(specs)
-        self._fork_server, self._on_exit = fork_server, on_exit
+        self._fork_server, self._on_exit, self._mps = fork_server, on_exit, mps
         self.pids: dict[str, int] = {}
         self._exited: dict[str, int] = {}
         self._ready: set[str] = set()
         self._forking = asyncio.Event()
-        self._stopping, self._supervised = False, False
+        self._stopping, self._supervised, self._serving_mps = False, False, False
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._news: asyncio.Task[None] | None = None
@@ -128,6 +132,8 @@ class LocalCluster:
             }
             if self._fork_server is not None and not self._forking.is_set():
                 late = {WorkerId(supervisor.FORK_SERVER): self._fork_server_log}
+            if self._mps is not None and not self._serving_mps:
+                late = {MPS: self._mps_log}
             raise EngineStartError(
                 "\n".join(_late(name, timeout_s, log) for name, log in late.items())
             ) from None
@@ -137,6 +143,8 @@ class LocalCluster:
     ) -> None:
         for spec in self.specs:
             progress(spec.worker_id, "waiting for vLLM" if self._fork_server else "starting")
+        if self._mps is not None:
+            await self._start_mps(self._mps)
         if self._fork_server is not None:
             await self._start_fork_server(progress)
         for spec in self.specs:
@@ -195,6 +203,10 @@ class LocalCluster:
         self.folders.remove()
 
     @property
+    def _mps_log(self) -> Path:
+        return self.folders.logs / f"{MPS}.log"
+
+    @property
     def _fork_server_log(self) -> Path:
         return self.folders.logs / "fork-server.log"
 
@@ -235,6 +247,22 @@ class LocalCluster:
             self._check(supervisor.FORK_SERVER, log)
             await asyncio.sleep(HEALTH_POLL_S)
         progress(supervisor.FORK_SERVER, "ready")
+
+    async def _start_mps(self, daemon: MpsDaemon) -> None:
+        """Ends with everything else: who is killed leaves no server, as orphans are ended too."""
+        log = self._mps_log
+        if daemon.argv:
+            daemon.pipes.mkdir(mode=0o700)
+            env, argv = daemon.env, list(daemon.argv)
+            self._order(op="start", name=MPS, argv=argv, env=env, log=str(log), fork=False)
+        while not await asyncio.to_thread(daemon.is_ready):
+            self._check(MPS, log)
+            await asyncio.sleep(HEALTH_POLL_S)
+        try:
+            self.specs = await asyncio.to_thread(daemon.clients, self.specs)
+        except DriverError as error:
+            raise EngineStartError(f"{error}\n{tail(log)}") from None
+        self._serving_mps = True
 
     async def _until_healthy(
         self,

@@ -18,6 +18,7 @@ from easerve.costs.linear import LinearCosts
 from easerve.engines.protocol import (
     Bundle,
     Delta,
+    Division,
     EmbeddingMissingError,
     EncodeCall,
     Encoded,
@@ -26,6 +27,7 @@ from easerve.engines.protocol import (
     Prompt,
     Route,
 )
+from easerve.policy.partition import SHARED, Demand
 from easerve.types import MediaItem, Modality, Stage, WorkerId
 
 TOKENS_PER_ITEM = 4
@@ -114,6 +116,7 @@ class FakeEngine:
     encode with one of them is refused, or the engine dies of it. ``encoded``: how often each was,
     ``resent``: how often it was pushed again without a forward. ``lost``: keys whose next push gets
     lost. ``cache_items``: embeddings that it keeps. ``timeout_s``: that prefill waits for them.
+    ``demands``: of its device, in turn; ``divided``: how it says that its device is.
     """
 
     def __init__(
@@ -141,11 +144,13 @@ class FakeEngine:
         self.running = self.num_pieces = 0
         self.calls: Counter[str] = Counter()
         self.encode_calls: list[int] = []
+        self.demands: list[Demand] = []
         self.refused: set[str] = set()
         self.deadly: set[str] = set()
         self.encoded: Counter[str] = Counter()
         self.resent: Counter[str] = Counter()
         self.lost: set[str] = set()
+        self.divided: Division | None = None
 
     def _begin(self, call: str) -> None:
         self.calls[call] += 1
@@ -178,8 +183,9 @@ class FakeEngine:
             body,
         )
 
-    async def encode(self, calls: Sequence[EncodeCall]) -> Encoded:
+    async def encode(self, calls: Sequence[EncodeCall], demand: Demand = SHARED) -> Encoded:
         self._begin("encode")
+        self.demands.append(demand)
         self.encode_calls.append(len(calls))
         keys = {call.media.key for call in calls}
         new = keys - self.store.keys.keys()
@@ -256,6 +262,15 @@ class FakeEngine:
             return self._fabric.kv.pop(handle["handle"])
         except KeyError:
             raise EngineError("a KV handle was used twice", 500) from None
+
+    async def divide(self, demand: Demand) -> None:
+        self._begin("divide")
+        await self._work("divide", 0.0)
+        self.demands.append(demand)
+
+    async def division(self) -> Division | None:
+        self._begin("division")
+        return self.divided
 
     async def health(self) -> bool | None:
         return not self.dead

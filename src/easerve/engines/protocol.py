@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Protocol
 
+from easerve.policy.partition import SHARED, Demand
 from easerve.types import MediaItem, Stage, WorkerId
 
 
@@ -110,6 +111,32 @@ class Encoded:
 
 
 @dataclass(frozen=True, slots=True)
+class Driven:
+    """What divides a device in one engine: ``driver``, how far up the ladder and ``why``; units.
+
+    ``most``: that a batch can get beside prefill; 0: parts cannot be chosen per batch.
+    """
+
+    driver: str
+    why: str
+    total: int
+    granule: int
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How an encoder and its local prefill engine divide their device; None: not started yet.
+
+    ``counts``: of both since they started, as ``engines.partition.cell.State`` names them.
+    """
+
+    encode: Driven | None
+    prefill: Driven | None
+    counts: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Bundle:
     """Embeddings that one encoder step pushed to one prefill engine.
 
@@ -176,11 +203,20 @@ class Engine(Protocol):
         """Tokens of an OpenAI request (``messages`` or a ``prompt``); runs no model."""
         ...
 
-    async def encode(self, calls: Sequence[EncodeCall]) -> Encoded:
+    async def encode(self, calls: Sequence[EncodeCall], demand: Demand = SHARED) -> Encoded:
         """One call, one encoder forward; pushes the embeddings, a bundle per destination.
 
-        An item that the encoder still has is pushed without a forward.
+        An item that the encoder still has is pushed without a forward. ``demand``: of the device
+        that it shares with a local prefill engine, which hears of it when the call arrives.
         """
+        ...
+
+    async def divide(self, demand: Demand) -> None:
+        """The encoder's part of that device between its calls, from now on."""
+        ...
+
+    async def division(self) -> Division | None:
+        """How that device is divided; None: it is not."""
         ...
 
     async def prefill(self, prompt: Prompt, coming: Collection[int]) -> Prefilled:

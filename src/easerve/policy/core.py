@@ -22,6 +22,7 @@ from easerve.policy.knobs import Knobs
 from easerve.policy.lifecycle import REQUEST, LegState, RequestState
 from easerve.policy.microbatch import Closing, MicroBatcher
 from easerve.policy.offload import Offload
+from easerve.policy.partition import SHARED, Devices, Partition
 from easerve.policy.placing import Placing
 from easerve.policy.pool import Pool, Worker
 from easerve.policy.queues import Queues, prepares
@@ -49,7 +50,12 @@ class Core:
     """Decides for one pool of engines. Single-threaded; the caller owns the clock."""
 
     def __init__(
-        self, knobs: Knobs, admission: Admission, estimates: Estimates, limits: Limits
+        self,
+        knobs: Knobs,
+        admission: Admission,
+        estimates: Estimates,
+        limits: Limits,
+        devices: Devices | None = None,
     ) -> None:
         self._admission, self._limits = admission, limits
         self.pool = Pool()
@@ -61,7 +67,10 @@ class Core:
         self._directory = Directory()
         self._placing = Placing(knobs, self.pool, self._directory, self._flow.times)
         self._batcher = MicroBatcher(knobs, self._encoding, self._flow.times)
-        self._supply = Supply(self.pool, self._encoding, self._directory, self._batcher)
+        self._partition = Partition(knobs, devices)
+        self._supply = Supply(
+            self.pool, self._encoding, self._directory, self._batcher, self._partition
+        )
         self._actions: list[ev.Action] = []
         self._now_ns = 0
 
@@ -134,11 +143,9 @@ class Core:
             case ev.WorkerJoined() | ev.WorkerLost():
                 self._worker_lost(event.worker_id)  # one that comes back has lost what it held
                 if isinstance(event, ev.WorkerJoined):
-                    self.pool.join(Worker(*astuple(event)))
+                    self._joined(event)
             case ev.KnobsChanged():
-                self._flow.knobs = event.knobs
-                self._batcher.retune(event.knobs)
-                self.offload.retune(event.knobs)
+                self._knobs_changed(event.knobs)
             case ev.Evicted():
                 self._directory.dropped(event.worker_id, event.keys)
             case ev.Draining():
@@ -156,6 +163,23 @@ class Core:
                     self._handle_preparation(request, event)
             case _:
                 self._handle_leg(event)
+
+    def _joined(self, event: ev.WorkerJoined) -> None:
+        self.pool.join(Worker(*astuple(event)))
+        if event.stage is Stage.ENCODE and self._partition.standing != SHARED:
+            self._divide(event.worker_id)
+
+    def _knobs_changed(self, knobs: Knobs) -> None:
+        before = self._partition.standing
+        self._flow.knobs = knobs
+        for policy in (self._batcher, self.offload, self._partition):
+            policy.retune(knobs)
+        if self._partition.standing != before:
+            for worker in self.pool.of(Stage.ENCODE):
+                self._divide(worker.worker_id)
+
+    def _divide(self, worker_id: WorkerId) -> None:
+        self._actions.append(ev.Divide(worker_id, self._partition.standing))
 
     def _handle_preparation(self, request: Request, event: ev.Prepared | ev.PrepareFailed) -> None:
         if isinstance(event, ev.PrepareFailed):

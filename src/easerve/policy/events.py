@@ -10,6 +10,7 @@ from typing import TypeAlias, get_args
 
 from easerve.policy.knobs import Knobs
 from easerve.policy.offload import Placement
+from easerve.policy.partition import SHARED, Demand
 from easerve.types import BatchId, MediaItem, Modality, Reason, RequestId, Shape, Stage, WorkerId
 
 DEFAULT_SLOTS, DEFAULT_BATCH_TOKENS = 256, 2048  # vLLM's, on a CPU
@@ -259,7 +260,8 @@ class Decision:
 class StartEncode:
     """One call to an encoder; each embedding is pushed to the destinations of its waiters.
 
-    ``forward``: else the encoder is believed to have them all, and only sends them.
+    ``forward``: else the encoder is believed to have them all, and only sends them. ``demand``: of
+    the device that the encoder shares with a local prefill engine.
     """
 
     batch_id: BatchId
@@ -267,6 +269,15 @@ class StartEncode:
     items: tuple[EncodeItem, ...]
     decision: Decision
     forward: bool = True
+    demand: Demand = SHARED
+
+
+@dataclass(frozen=True, slots=True)
+class Divide:
+    """The encoder's part of its device between batches, from now on."""
+
+    worker_id: WorkerId
+    demand: Demand
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,4 +345,4 @@ class Complete:
 
 
 RequestAction: TypeAlias = Prepare | StartPrefill | StartDecode | Cancel | Reject | Fail | Complete
-Action: TypeAlias = StartEncode | CancelEncode | RequestAction
+Action: TypeAlias = StartEncode | CancelEncode | Divide | RequestAction

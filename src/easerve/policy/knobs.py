@@ -19,7 +19,8 @@ class Order(StrEnum):
 class Knobs:
     """As ``config.Policy``, which says what each is and has the defaults.
 
-    ``when`` is a name in ``batching.RULES``, ``where`` one in ``share.RULES``.
+    ``when`` is a name in ``batching.RULES``, ``where`` in ``share.RULES``, ``how`` in
+    ``partition.RULES``.
     """
 
     when: str
@@ -42,3 +43,6 @@ class Knobs:
     offload_seed: int
     share_trim: bool
     spill_guard_s: float | None
+    how: str
+    encode_target_s: float
+    encode_units: int | None

@@ -6,6 +6,7 @@ from easerve.policy.directory import Directory
 from easerve.policy.encoding import Batch, Encoding
 from easerve.policy.events import Decision, EncodeItem, StartEncode, Waiter
 from easerve.policy.microbatch import Closing, MicroBatcher
+from easerve.policy.partition import Demand, Partition
 from easerve.policy.pool import Pool
 from easerve.policy.state import Request
 from easerve.types import BatchId, Stage, WorkerId
@@ -17,10 +18,15 @@ class Supply:
     """Brings the encode queue, the directory and the encoders together."""
 
     def __init__(
-        self, pool: Pool, encoding: Encoding, directory: Directory, batcher: MicroBatcher
+        self,
+        pool: Pool,
+        encoding: Encoding,
+        directory: Directory,
+        batcher: MicroBatcher,
+        partition: Partition,
     ) -> None:
         self._pool, self._encoding = pool, encoding
-        self._directory, self._batcher = directory, batcher
+        self._directory, self._batcher, self._partition = directory, batcher, partition
 
     def want_unknown(self, request: Request, now_ns: int) -> bool:
         """Queue the items of a request that nobody has; whether any of them is new."""
@@ -35,7 +41,8 @@ class Supply:
         worker = closing.worker
         batch_id, batch = self._encoding.start(closing.entries, worker.worker_id)
         worker.start(batch_id, batch.num_tokens, now_ns)
-        return _call(batch_id, batch, closing.decision)
+        demand = self._partition.demand(worker.backlog_tokens)
+        return _call(batch_id, batch, closing.decision, demand)
 
     def complete(self, request: Request, now_ns: int) -> Iterator[StartEncode]:
         """Every embedding is at the request's destination, or on the way there, or is waited for.
@@ -55,7 +62,8 @@ class Supply:
                 sending.setdefault(holder, []).append(index)
         for encoder_id, indices in sending.items():
             batch_id, batch = self._encoding.send(request, indices, encoder_id, now_ns)
-            yield _call(batch_id, batch, self._batcher.decision(batch.entries, HELD, now_ns))
+            decision = self._batcher.decision(batch.entries, HELD, now_ns)
+            yield _call(batch_id, batch, decision, self._partition.standing)
 
     def _encoder_with(self, key: str, request: Request) -> WorkerId | None:
         """An encoder that has an embedding, and has not failed the request."""
@@ -78,7 +86,7 @@ class Supply:
         )
 
 
-def _call(batch_id: BatchId, batch: Batch, decision: Decision) -> StartEncode:
+def _call(batch_id: BatchId, batch: Batch, decision: Decision, demand: Demand) -> StartEncode:
     items = []
     for entry in batch.entries:
         waiters = []
@@ -86,4 +94,4 @@ def _call(batch_id: BatchId, batch: Batch, decision: Decision) -> StartEncode:
             assert request.destination is not None, "drawn before the batch is started"
             waiters.append(Waiter(request.request_id, index, request.destination))
         items.append(EncodeItem(entry.item, tuple(waiters)))
-    return StartEncode(batch_id, batch.worker_id, tuple(items), decision, batch.forward)
+    return StartEncode(batch_id, batch.worker_id, tuple(items), decision, batch.forward, demand)

@@ -2,11 +2,12 @@
 
 import logging
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from pydantic import ValidationError
 
-from easerve.config import Policy, explain, merge
+from easerve.config import PARTITION_KNOBS, Deployment, Policy, explain, merge
 from easerve.policy.knobs import Knobs, Order
 from easerve.serve.driver import Driver
 from easerve.serve.errors import ApiError
@@ -14,6 +15,10 @@ from easerve.serve.errors import ApiError
 NO_LOCAL = (
     "remote_share: {:g} needs a section local_prefill in the deployment file: without it there is "
     "nothing but the remote engines"
+)
+NO_PARTITION = (
+    "{}: needs a section partition in the deployment file: without it encode and local prefill "
+    "share all of their device"
 )
 logger = logging.getLogger("easerve.admin")
 
@@ -24,13 +29,33 @@ def knobs_of(policy: Policy) -> Knobs:
 
 
 class Admin:
-    """Holds the policy in force. ``has_local``: the deployment has local prefill engines."""
+    """Holds the policy in force."""
 
-    def __init__(self, policy: Policy, driver: Driver, has_local: bool) -> None:
-        self._policy, self._driver, self._has_local = policy, driver, has_local
+    def __init__(self, deployment: Deployment, driver: Driver) -> None:
+        self._policy, self._driver = deployment.policy, driver
+        self._has_local = deployment.local_prefill is not None
+        self._divides = deployment.partition is not None
 
     def knobs(self) -> dict[str, Any]:
         return self._policy.model_dump()
+
+    def state(self) -> dict[str, Any]:
+        """What is served by whom now, and how devices are divided."""
+        driver = self._driver
+        return {
+            "knobs": self.knobs(),
+            "open": driver.core.num_open,
+            "queues": {str(stage): n for stage, n in driver.core.queue_lengths().items()},
+            "engines": {
+                worker.worker_id: {
+                    "stage": worker.stage,
+                    "beside": worker.beside,
+                    "backlog_tokens": worker.backlog_tokens,
+                }
+                for worker in driver.core.pool
+            },
+            "partition": {name: asdict(each) for name, each in driver.divisions.items()},
+        }
 
     def change(self, content: Any) -> dict[str, Any]:
         """Lay ``content`` over the knobs: all of it or, if anything is wrong, nothing.
@@ -47,6 +72,9 @@ class Admin:
             raise ApiError(400, "; ".join(lines), lines[0].partition(":")[0]) from None
         if policy.remote_share < 1 and not self._has_local:
             raise ApiError(400, NO_LOCAL.format(policy.remote_share), "remote_share")
+        turned = [key for key in sorted(PARTITION_KNOBS) if getattr(policy, key) != before[key]]
+        if turned and not self._divides:
+            raise ApiError(400, NO_PARTITION.format(turned[0]), turned[0])
         self._policy = policy
         self._driver.turn(knobs_of(policy))
         after = self.knobs()

@@ -36,8 +36,8 @@ ADMIN = "/admin/"
 def create_app(deployment: Deployment, driver: Driver) -> FastAPI:
     """The routes. The caller owns the driver, its engines and their life."""
     app = FastAPI(title="EAServe", version=__version__, docs_url=None, redoc_url=None)
-    admin = Admin(deployment.policy, driver, deployment.local_prefill is not None)
     reader = Reader(int(deployment.limits.max_body), int(deployment.limits.max_held))
+    _add_admin(app, Admin(deployment, driver), driver, reader)
     app.add_middleware(
         KeyCheck,
         key=_secret(deployment.server.api_key),
@@ -87,17 +87,6 @@ def create_app(deployment: Deployment, driver: Driver) -> FastAPI:
         }
         return {"object": "list", "data": [model]}
 
-    @app.get("/admin/knobs")
-    async def knobs() -> dict[str, Any]:
-        """The control policies as they are now."""
-        return admin.knobs()
-
-    @app.patch("/admin/knobs")
-    async def change_knobs(request: Request) -> dict[str, Any]:
-        """Change some of them; the answer is all of them, in force."""
-        content, _ = await reader.read(request)
-        return admin.change(content)
-
     @app.post("/v1/chat/completions", openapi_extra=_body_schema(chat.ChatRequest))
     async def chat_completions(request: Request) -> Response:
         content, num_bytes = await reader.read(request)
@@ -114,6 +103,25 @@ def create_app(deployment: Deployment, driver: Driver) -> FastAPI:
         return await _respond(request, driver, asked, num_bytes, CompletionAnswer)
 
     return app
+
+
+def _add_admin(app: FastAPI, admin: Admin, driver: Driver, reader: "Reader") -> None:
+    @app.get("/admin/knobs")
+    async def knobs() -> dict[str, Any]:
+        """The control policies as they are now."""
+        return admin.knobs()
+
+    @app.patch("/admin/knobs")
+    async def change_knobs(request: Request) -> dict[str, Any]:
+        """Change some of them; the answer is all of them, in force."""
+        content, _ = await reader.read(request)
+        return admin.change(content)
+
+    @app.get("/admin/state")
+    async def state() -> dict[str, Any]:
+        """Engines, queues and divided devices as they are now."""
+        await driver.see_divisions()
+        return admin.state()
 
 
 def _body_schema(kind: type[BaseModel]) -> dict[str, Any]:

@@ -28,9 +28,10 @@ from easerve.policy.admission import Admission
 from easerve.policy.core import Core, Limits
 from easerve.policy.events import Action, Event, StartEncode
 from easerve.policy.knobs import Knobs
+from easerve.policy.partition import Devices
 from easerve.types import NS_PER_S
 
-FORMAT = 2
+FORMAT = 3
 BEGIN = b'{"kind":"header",'
 BUFFER_BYTES = 64 << 10
 EVENTS: Mapping[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
@@ -63,9 +64,10 @@ class Header:
     admission: Admission
     limits: Limits
     costs: LinearCosts
+    devices: Devices | None = None
 
     def make_core(self) -> Core:
-        return Core(self.knobs, self.admission, self.costs, self.limits)
+        return Core(self.knobs, self.admission, self.costs, self.limits, self.devices)
 
 
 # Writing ----------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from typing import Any, assert_never
 
 from easerve.engines.protocol import (
     Delta,
+    Division,
     EmbeddingMissingError,
     EncodeCall,
     Engine,
@@ -63,6 +64,7 @@ class Driver:
         self._engines: dict[WorkerId, Engine] = {}
         self._rendering: dict[WorkerId, int] = {}
         self._jobs: dict[RequestId, Job] = {}
+        self.divisions: dict[WorkerId, Division] = {}  # of devices, as last seen, by encoder
         self.timelines: OrderedDict[str, dict[str, float]] = OrderedDict()  # of the last requests
         self._batches: dict[BatchId, asyncio.Task[None]] = {}
         self._calls: defaultdict[WorkerId, set[asyncio.Task[None]]] = defaultdict(set)
@@ -89,6 +91,7 @@ class Driver:
     def lose_engine(self, worker_id: WorkerId) -> None:
         """An engine is gone; what it still had to say is not waited for, nor passed on."""
         if self._engines.pop(worker_id, None) is not None:
+            self.divisions.pop(worker_id, None)
             for task in self._calls.pop(worker_id, set()) - {asyncio.current_task()}:
                 task.cancel()
             self._post(ev.WorkerLost(worker_id))
@@ -178,6 +181,9 @@ class Driver:
         match action:
             case ev.StartEncode():
                 self._start_encode(action)
+            case ev.Divide():
+                task = asyncio.get_running_loop().create_task(self._divide(action))
+                self._track(action.worker_id, task)
             case ev.CancelEncode():
                 if action.batch_id in self._batches:
                     self._batches[action.batch_id].cancel()
@@ -353,7 +359,7 @@ class Driver:
         if action.forward:
             self.metrics.encoder_busy(action.worker_id, 1, begin)
         try:
-            encoded = await self._engine(action.worker_id).encode(calls)
+            encoded = await self._engine(action.worker_id).encode(calls, action.demand)
             waiters = {waiter.request_id for entry in action.items for waiter in entry.waiters}
             jobs = (self._jobs[each] for each in waiters if each in self._jobs)
             self._measure("encode" if action.forward else "resend", begin, *jobs)
@@ -367,6 +373,24 @@ class Driver:
         finally:
             if action.forward:
                 self.metrics.encoder_busy(action.worker_id, -1, self._clock_ns())
+
+    async def _divide(self, action: ev.Divide) -> None:
+        try:
+            await self._engine(action.worker_id).divide(action.demand)
+        except EngineError as error:  # the next call says it again
+            await self._failed(action.worker_id, error)
+
+    async def see_divisions(self) -> None:
+        """Ask the encoders how their devices are divided."""
+        encoders = (engine for engine in self.engines() if engine.stage is Stage.ENCODE)
+        await asyncio.gather(*(self._see_division(encoder) for encoder in encoders))
+
+    async def _see_division(self, encoder: Engine) -> None:
+        with contextlib.suppress(EngineError):  # a slow one is asked again
+            division = await encoder.division()
+            if division is not None and encoder.worker_id in self._engines:
+                self.divisions[encoder.worker_id] = division
+                self.metrics.divided(encoder.worker_id, division)
 
     async def _encode_failed(self, action: ev.StartEncode, error: EngineError) -> None:
         """Of one item it is known who is at fault; the core looks for it among several."""

@@ -5,9 +5,10 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from easerve.engines.protocol import Bundle
+from easerve.engines.protocol import Bundle, Division
 from easerve.policy.core import Core
 from easerve.policy.events import StartEncode, StartPrefill
+from easerve.policy.partition import ALL, HALF, MOST
 from easerve.types import NS_PER_S, Side, Stage, WorkerId
 
 SECONDS = (
@@ -16,6 +17,22 @@ SECONDS = (
 )
 BYTES = tuple(4.0**power for power in range(5, 16))  # 1 KiB to 1 GiB
 ITEMS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+
+
+NAMES = {ALL: "all", MOST: "most", HALF: "half"}
+# Of engines.partition.cell.State.
+DIVISION_COUNTS = {
+    "forwards": "Encoder forwards",
+    "late": "Forwards that began while a prefill step held units that they were to have",
+    "steps": "Local prefill steps",
+    "narrow": "Local prefill steps beside an encode",
+    "forced": "Local prefill steps that would have paused for too long",
+    "paused_s": "Seconds that local prefill paused",
+    "encode_switches": "Changes of the encoder's part",
+    "encode_switch_s": "Seconds that they took",
+    "prefill_switches": "Changes of local prefill's part",
+    "prefill_switch_s": "Seconds that they took",
+}
 
 
 class Metrics:
@@ -135,6 +152,35 @@ class Metrics:
             registry=self.registry,
         )
         self._num_placed = collections.Counter[Side]()
+        self._demands = Counter(
+            "easerve_partition_demands",
+            "Encoder calls by the units of the device that they were to get, and why",
+            ["units", "reason"],
+            registry=self.registry,
+        )
+        self._division = Gauge(
+            "easerve_partition_info",
+            "1: by what encode and local prefill divide the encoder's device",
+            ["worker", "side", "driver"],
+            registry=self.registry,
+        )
+        self._demanded = Gauge(
+            "easerve_partition_demanded_units",
+            "Units that prefill is to leave to the encoder now",
+            ["worker"],
+            registry=self.registry,
+        )
+        self._division_counts = {
+            name: Counter(
+                f"easerve_partition_{name.removesuffix('_s') + '_seconds' * name.endswith('_s')}",
+                text,
+                ["worker"],
+                registry=self.registry,
+            )
+            for name, text in DIVISION_COUNTS.items()
+        }
+        self._division_seen: dict[tuple[WorkerId, str], float] = {}
+        self._drivers: dict[tuple[WorkerId, str], str] = {}
         self._rate = Gauge(
             "easerve_encode_arrivals_per_second",
             "Estimated arrival rate of requests with media",
@@ -166,6 +212,9 @@ class Metrics:
         self._batches.labels(batch.decision.reason).inc()
         if batch.decision.held_by:
             self._held.labels(batch.decision.held_by).inc(batch.decision.held_s)
+        if batch.demand.units:
+            units = NAMES.get(batch.demand.units, str(batch.demand.units))
+            self._demands.labels(units, batch.demand.reason).inc()
         for wait_s in waits_s:
             self._encode_wait.observe(wait_s)
 
@@ -190,6 +239,22 @@ class Metrics:
 
     def missing(self, worker_id: WorkerId, num_items: int) -> None:
         self._missing.labels(worker_id).inc(num_items)
+
+    def divided(self, worker_id: WorkerId, division: Division) -> None:
+        """How an encoder's device is divided now, and what the two engines have counted."""
+        for side, driven in (("encode", division.encode), ("prefill", division.prefill)):
+            if driven is None:
+                continue
+            before = self._drivers.get((worker_id, side), driven.driver)
+            if before != driven.driver:
+                self._division.remove(worker_id, side, before)
+            self._drivers[worker_id, side] = driven.driver
+            self._division.labels(worker_id, side, driven.driver).set(1)
+        self._demanded.labels(worker_id).set(division.counts["demanded"])
+        for name, counter in self._division_counts.items():
+            now, seen = division.counts[name], self._division_seen.get((worker_id, name), 0)
+            counter.labels(worker_id).inc(now - seen if now >= seen else now)
+            self._division_seen[worker_id, name] = now
 
     def encoder_busy(self, worker_id: WorkerId, change: int, now_ns: int) -> None:
         """A call to an encoder begins (1) or ends (-1). Calls at one time count once."""

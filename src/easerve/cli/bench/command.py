@@ -16,13 +16,22 @@ from rich.table import Table
 
 from easerve.bench import report
 from easerve.bench.client import LoadError
-from easerve.cli.bench import encode, flow, shown, transfer, transfer_shown
+from easerve.cli.bench import (
+    encode,
+    flow,
+    partition,
+    partition_cell,
+    shown,
+    transfer,
+    transfer_shown,
+)
 from easerve.cli.bench.load import Bench
 from easerve.cli.bench.recorder import Recorder
 from easerve.cli.bench.stage import EncodeStage
 from easerve.cli.bench.transfer_folders import storage
 from easerve.cli.demo import DEFAULT_DEPLOYMENT
 from easerve.cli.deploy import Service, raise_file_limit, service, stop_signals
+from easerve.cli.profile_engines import started
 from easerve.cli.progress import StartProgress
 from easerve.cluster.local import EngineStartError
 from easerve.config import ConfigError, Deployment, build, merge, read_file
@@ -31,6 +40,7 @@ from easerve.serve.media import prepare
 from easerve.types import Stage
 from easerve.workload import mix
 
+NUM_CALLS = 20_000
 Tick = Callable[[str], None]
 Measure = Callable[[Service, Recorder, Tick], Awaitable[encode.Result]]
 
@@ -94,7 +104,7 @@ def bench_encode(deployment: Deployment, plan: encode.Plan, output: Output) -> i
     def measured(console: Console) -> Awaitable[encode.Result]:
         return _on_service(deployment, plan.num_runs, measure, console)
 
-    return _run(measured, shown.of_encode, output)
+    return run_measured(measured, shown.of_encode, output)
 
 
 def bench_flow(deployment: Deployment, plan: flow.Plan, output: Output) -> int:
@@ -109,7 +119,7 @@ def bench_flow(deployment: Deployment, plan: flow.Plan, output: Output) -> int:
     def measured(console: Console) -> Awaitable[encode.Result]:
         return _on_service(deployment, plan.num_runs, measure, console)
 
-    return _run(measured, shown.of_flow, output)
+    return run_measured(measured, shown.of_flow, output)
 
 
 def bench_transfer(
@@ -125,22 +135,45 @@ def bench_transfer(
                 with StartProgress(console) as starting:
                     async with bench.started(part, deployment, starting) as run:
                         starting.close()
-                        with _progress(console, plan.num_runs(part)) as tick:
+                        with progress(console, plan.num_runs(part)) as tick:
                             result |= await run(tick)
         return result
 
-    return _run(measured, transfer_shown.of_transfer, output)
+    return run_measured(measured, transfer_shown.of_transfer, output)
 
 
-def _run(
+def bench_partition(
+    deployment: Deployment, parts: Collection[str], plan: partition.Plan, output: Output
+) -> int:
+    """The exit code. ``deployment``: with sections local_prefill and partition."""
+
+    async def measured(console: Console) -> encode.Result:
+        result: encode.Result = {}
+        if "cell" in parts:
+            with progress(console, partition_cell.NUM_KINDS) as tick:
+                result |= partition_cell.measure(NUM_CALLS, tick)
+        if "engines" in parts:
+            with StartProgress(console) as starting:
+                async with started(deployment, partition.SIZE, starting) as bench:
+                    starting.close()
+                    with progress(console, plan.num_runs) as tick:
+                        result |= await partition.compare(bench, plan, tick)
+        return result
+
+    return run_measured(measured, partition.sections, output)
+
+
+def run_measured(
     measured: Callable[[Console], Awaitable[encode.Result]],
     sections: Callable[[encode.Result], Sequence[report.Section]],
     output: Output,
+    title: str = "EAServe bench",
 ) -> int:
+    """The exit code; ``measured`` gets the console for its progress."""
     raise_file_limit()
     console = Console(stderr=output.as_json)
     if output.html is not None:
-        _check_writable(output.html)
+        check_writable(output.html)
     try:
         result = uvloop.run(_until_stopped(measured(console)))
     except (EngineStartError, EngineError, LoadError) as error:
@@ -153,14 +186,14 @@ def _run(
     if output.as_json:
         print(json.dumps(result))
     else:
-        _print(found, console)
+        show(found, console)
     if output.html is not None:
-        output.html.write_text(report.html("EAServe bench", found))
+        output.html.write_text(report.html(title, found))
         console.print(f"report: {output.html}", soft_wrap=True)
     return 0
 
 
-def _check_writable(path: Path) -> None:
+def check_writable(path: Path) -> None:
     """Before minutes of measuring, not after."""
     try:
         with path.open("a"):
@@ -192,12 +225,12 @@ async def _on_service(
     with StartProgress(console) as starting:
         async with service(deployment, starting, lambda *_: None, recorder) as running:
             starting.close()
-            with _progress(console, num_runs) as tick:
+            with progress(console, num_runs) as tick:
                 return await measure(running, recorder, tick)
 
 
 @contextmanager
-def _progress(console: Console, num_runs: int) -> Iterator[Tick]:
+def progress(console: Console, num_runs: int) -> Iterator[Tick]:
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     text = TextColumn("{task.description}")
     with Progress(text, *columns, console=console, disable=not console.is_terminal) as progress:
@@ -228,15 +261,15 @@ async def _stage(running: Service) -> EncodeStage:
     return EncodeStage(encoders, prefill_id, prompt, pids)
 
 
-def _print(sections: Sequence[report.Section], console: Console) -> None:
+def show(sections: Sequence[report.Section], console: Console) -> None:
     for section in sections:
         for part in section.parts:
             if isinstance(part, report.Table):
-                console.print(_rich(part))
+                console.print(rich_table(part))
         console.print(section.text + "\n", highlight=False)
 
 
-def _rich(table: report.Table) -> Table:
+def rich_table(table: report.Table) -> Table:
     rich = Table(title=table.title, title_justify="left")
     for number, column in enumerate(table.columns):
         rich.add_column(column, justify="left" if number == 0 else "right")

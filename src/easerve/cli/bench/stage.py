@@ -18,6 +18,7 @@ from easerve.cli.bench.recorder import EncodeRun, Recorder
 from easerve.costs.linear import LinearCosts
 from easerve.engines.protocol import (
     Delta,
+    Division,
     EncodeCall,
     Encoded,
     Engine,
@@ -29,6 +30,7 @@ from easerve.engines.protocol import (
 from easerve.policy.admission import Admission
 from easerve.policy.core import Core, Limits
 from easerve.policy.knobs import Knobs
+from easerve.policy.partition import SHARED, Demand
 from easerve.serve.driver import Driver
 from easerve.serve.job import Job, MediaPart
 from easerve.serve.media import Picture
@@ -52,7 +54,7 @@ class Stub:
     async def render(self, body: Mapping[str, Any]) -> Prompt:
         raise NotImplementedError
 
-    async def encode(self, calls: Sequence[EncodeCall]) -> Encoded:
+    async def encode(self, calls: Sequence[EncodeCall], demand: Demand = SHARED) -> Encoded:
         raise NotImplementedError
 
     async def prefill(self, prompt: Prompt, coming: Collection[int]) -> Prefilled:
@@ -64,6 +66,12 @@ class Stub:
 
     async def release(self, prompt: Prompt, handle: Mapping[str, Any]) -> None:
         pass
+
+    async def divide(self, demand: Demand) -> None:
+        pass
+
+    async def division(self) -> Division | None:
+        return None
 
     async def health(self) -> bool | None:
         return True
@@ -92,10 +100,10 @@ class Rendered(Stub):
         (item,) = self._prompt.items
         return replace(self._prompt, items=(replace(item, key=body["part"]["uuid"]),))
 
-    async def encode(self, calls: Sequence[EncodeCall]) -> Encoded:
+    async def encode(self, calls: Sequence[EncodeCall], demand: Demand = SHARED) -> Encoded:
         await self._turn.wait()
         calls = [replace(call, destinations=(self._prefill_id,)) for call in calls]
-        return await self._encoder.encode(calls)
+        return await self._encoder.encode(calls, demand)
 
 
 class Decoded(PreparationPool):

@@ -15,6 +15,7 @@ import msgspec
 from easerve.engines.protocol import (
     Bundle,
     Delta,
+    Division,
     EmbeddingMissingError,
     EncodeCall,
     Encoded,
@@ -24,8 +25,10 @@ from easerve.engines.protocol import (
     Prompt,
     Route,
 )
+from easerve.engines.vllm.announcer import DEMAND, PARTITION, header
 from easerve.engines.vllm.ec.messages import MessageError
 from easerve.engines.vllm.ec.query import missing_items
+from easerve.policy.partition import SHARED, Demand
 from easerve.types import MediaItem, Modality, Stage, WorkerId
 
 T = TypeVar("T")
@@ -33,10 +36,12 @@ GENERATE = "/inference/v1/generate"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 CONNECT_TIMEOUT_S = 5.0
 HEALTH_TIMEOUT_S = 2.0
+HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
 QUERY_TIMEOUT_S = 1.0
 NOBODY_LISTENS = (errno.ECONNREFUSED, errno.ENOENT)
 KEEPALIVE_S = 30.0  # below VLLM_HTTP_TIMEOUT_KEEP_ALIVE
 JSON = {"content-type": "application/json"}
+NO_HEADERS: Mapping[str, str] = {}
 # Pictures are megabytes; the standard library takes several times as long.
 _encode = msgspec.json.encode
 MAX_MESSAGE = 1000  # characters; engines repeat what a client sent
@@ -77,7 +82,8 @@ class VllmEngine:
     ``media_at_prefill``: the model's placeholders are sparse, which tokens-in requests cannot say;
     requests with media go to the chat routes of encode and prefill (see models.CAPABILITIES).
     ``inbox``: where a prefill engine takes embeddings and says which it lacks, if one knows the
-    deployment's ``token``. ``beside``: see the protocol.
+    deployment's ``token``. ``beside``: see the protocol. ``divided``: an encoder that shares its
+    device with a local prefill engine by demand.
     """
 
     def __init__(
@@ -92,10 +98,11 @@ class VllmEngine:
         inbox: Path | None = None,
         token: str = "",
         beside: tuple[WorkerId, ...] = (),
+        divided: bool = False,
     ) -> None:
         self.worker_id, self.stage, self._model = worker_id, stage, model
         self.num_slots, self.max_batch_tokens = num_slots, max_batch_tokens
-        self.beside = beside
+        self.beside, self._divided = beside, divided
         self._media_at_prefill = media_at_prefill
         self._inbox, self._token = inbox, token
         self._session = aiohttp.ClientSession(
@@ -122,7 +129,7 @@ class VllmEngine:
             body,
         )
 
-    async def encode(self, calls: Sequence[EncodeCall]) -> Encoded:
+    async def encode(self, calls: Sequence[EncodeCall], demand: Demand = SHARED) -> Encoded:
         media = [call.media for call in calls]
         request = (
             {
@@ -139,8 +146,22 @@ class VllmEngine:
             }
         )
         request["ec_transfer_params"] = {"destinations": [call.destinations for call in calls]}
-        reply = await self._post(CHAT if self._media_at_prefill else GENERATE, request)
+        path = CHAT if self._media_at_prefill else GENERATE
+        reply = await self._post(path, request, {DEMAND: header(demand)} if self._divided else {})
         return self._checked(_ec_params(reply), Encoded)
+
+    async def divide(self, demand: Demand) -> None:
+        if self._divided:
+            await self._post(PARTITION, {}, {DEMAND: header(demand)})
+
+    async def division(self) -> Division | None:
+        if not self._divided:
+            return None
+        try:
+            async with self._session.get(PARTITION, timeout=HEALTH_TIMEOUT) as response:
+                return msgspec.json.decode(await response.read(), type=Division)
+        except (aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
+            raise self._unreachable(error) from error
 
     async def prefill(self, prompt: Prompt, coming: Collection[int]) -> Prefilled:
         with_media = self._media_at_prefill and bool(prompt.items)
@@ -259,10 +280,14 @@ class VllmEngine:
     async def close(self) -> None:
         await self._session.close()
 
-    async def _post(self, path: str, request: Mapping[str, Any]) -> Any:
+    async def _post(
+        self, path: str, request: Mapping[str, Any], headers: Mapping[str, str] = NO_HEADERS
+    ) -> Any:
         content = _encode({**request, "model": self._model})
         try:
-            async with self._session.post(path, data=content, headers=JSON) as response:
+            async with self._session.post(
+                path, data=content, headers={**JSON, **headers}
+            ) as response:
                 if response.status != 200:
                     raise await self._error(response)
                 return msgspec.json.decode(await response.read())

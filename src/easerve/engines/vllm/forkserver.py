@@ -36,6 +36,7 @@ PRELOAD = (
     "vllm.v1.engine.utils",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector",
     "easerve.engines.vllm.executor",
+    "easerve.engines.vllm.cpu_worker",
     "easerve.engines.vllm.ec.connector",
 )
 

@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from easerve.config import ConfigError, Deployment
+from easerve.engines.partition.ladder import Choice
+from easerve.engines.partition.setup import Setup
+from easerve.engines.vllm import dividing
 from easerve.engines.vllm.memory import CPU_KV_CACHE_BYTES, Row
 from easerve.engines.vllm.topology import Member, members
 from easerve.types import Stage, WorkerId
@@ -36,7 +39,8 @@ class EngineSpec:
     """How to start one engine: ``python -m ENTRY *argv`` with ``env`` added to the environment.
 
     ``inbox``: where a prefill engine listens for embeddings. ``beside``: the encoders whose devices
-    a local prefill engine shares.
+    a local prefill engine shares. ``cell``: of the device that it is one of two engines on, where
+    that is divided.
     """
 
     worker_id: WorkerId
@@ -48,6 +52,7 @@ class EngineSpec:
     devices: tuple[int, ...] = ()
     inbox: Path | None = None
     beside: tuple[WorkerId, ...] = ()
+    cell: Path | None = None
 
     @property
     def unpinned_env(self) -> dict[str, str]:
@@ -70,12 +75,13 @@ def engine_specs(
     log_dir: Path,
     token: str,
     media_at_prefill: bool = False,
+    choice: Choice | None = None,
 ) -> list[EngineSpec]:
     """The launch of every engine; sockets in ``run_dir``, logs in ``log_dir``.
 
     ``plan`` is the deployment's memory plan, ``token`` the secret that its encoders and prefill
     engines know each other by. ``media_at_prefill``: prefill engines get the media, too (see
-    models.CAPABILITIES).
+    models.CAPABILITIES). ``choice``: by what encode and local prefill divide a device.
     """
     template = deployment.engine.chat_template
     if template is not None and not Path(template).is_file():
@@ -90,24 +96,32 @@ def engine_specs(
             if len(os.fsencode(path)) > MAX_SOCKET_PATH:
                 raise ConfigError(f"{path}: too long for a Unix socket; choose a shorter TMPDIR")
         row = rows[each.worker_id]
+        setup = dividing.setup_of(deployment, each, run_dir, choice)
+        env = _environment(deployment, each, run_dir, port, token)
         specs.append(
             EngineSpec(
                 each.worker_id,
                 each.stage,
-                tuple(_arguments(deployment, each, row, address, media_at_prefill)),
-                _environment(deployment, each, run_dir, port, token),
+                tuple(_arguments(deployment, each, row, address, media_at_prefill, setup)),
+                env if setup is None else env | setup.to_environment(),
                 address,
                 log_dir / f"{each.worker_id}.log",
                 each.devices,
                 inbox,
                 each.beside,
+                None if setup is None else Path(setup.cell),
             )
         )
     return specs
 
 
 def _arguments(
-    deployment: Deployment, member: Member, row: Row, address: Path, media_at_prefill: bool
+    deployment: Deployment,
+    member: Member,
+    row: Row,
+    address: Path,
+    media_at_prefill: bool,
+    setup: Setup | None,
 ) -> Iterator[str]:
     engine, section, stage = deployment.engine, member.section, member.stage
     cpu = deployment.device == "cpu"
@@ -155,6 +169,8 @@ def _arguments(
         yield from ("--kv-transfer-config", _kv_config(role, deployment.device))
     if stage is Stage.PREFILL:
         yield from ("--ec-transfer-config", _ec_config("ec_consumer", deployment, address))
+    if setup is not None:
+        yield from dividing.arguments(deployment, member, setup)
     yield from engine.extra_args
     yield from section.extra_args
 
@@ -217,6 +233,9 @@ def _environment(
         env["VLLM_MEDIA_LOADING_THREAD_COUNT"] = str(deployment.engine.cpu_threads)
         # Eager engines would still compile one function, for 15 s, at the first log-probability.
         env["TORCHDYNAMO_DISABLE"] = "1"
+        if deployment.partition is not None:
+            # Threads that spin while they wait, more of them than cores, take many times as long.
+            env["OMP_WAIT_POLICY"] = "passive"
     else:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, member.devices))
     return env

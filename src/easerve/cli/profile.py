@@ -1,0 +1,231 @@
+"""``easerve profile``: how long the encoder takes, by compute units and batch, on this device.
+
+Starts an encoder and its local prefill engine, as the deployment would; neither router nor decode.
+"""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+
+from easerve import __version__
+from easerve.cli import divide, profile_shown
+from easerve.cli.bench import command
+from easerve.cli.bench.others import Others
+from easerve.cli.profile_engines import EnginesBench, measured_peak, started
+from easerve.cli.profile_here import config_of, here, path_of
+from easerve.cli.profile_sweep import Plan, levels, sweep
+from easerve.cli.progress import StartProgress
+from easerve.config import ConfigError, Deployment, build, merge, read_file
+from easerve.costs import profile as profiles
+from easerve.costs import roofline
+from easerve.costs.profile import P50, Capacity, Key, Peak, Profile
+from easerve.engines.partition import ladder
+from easerve.engines.vllm.launch import EngineSpec
+from easerve.policy.partition import HALF, MinUnits, Surface
+
+UNITS: Mapping[str, Literal["core", "SM"]] = {"cpu": "core", "cuda": "SM"}
+VALUE_BYTES = {"float32": 4}
+MAX_SIDE = 8192
+MAX_BATCH, MAX_UNITS = 1024, HALF - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """``units`` None: up to 16 numbers of them. ``size`` None: what the encoder was made for."""
+
+    batches: Sequence[int]
+    units: Sequence[int] | None
+    num_runs: int
+    target_s: float
+    size: tuple[int, int] | None
+    folder: Path
+
+
+def read(path: Path, *, keep_profile: bool = False) -> Deployment:
+    """The deployment, with sections local_prefill and partition if it has none."""
+    content = read_file(path)
+    if content.get("local_prefill") is None:
+        if isinstance(encode := content.get("encode"), dict):
+            # A share of a GPU is of engines that have one to themselves.
+            shared = {key: encode[key] for key in encode if key != "gpu_memory_utilization"}
+            content = {**content, "encode": shared}
+        content = merge(content, {"local_prefill": {}})
+    if content.get("partition") is None:
+        content = merge(content, {"partition": {}})
+    over = {} if keep_profile else {"partition": {"profile": None}}
+    return build(merge(content, over), str(path))
+
+
+def size_of(text: str) -> tuple[int, int]:
+    """``336x336`` -> width and height. Raises ConfigError."""
+    match = re.fullmatch(r"(\d+)x(\d+)", text)
+    size = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not 4 <= min(size) <= max(size) <= MAX_SIDE:
+        raise ConfigError(f"--size: {text!r} is not e.g. 336x336, from 4 to {MAX_SIDE} pixels")
+    return size
+
+
+def run(deployment: Deployment, asked: Asked, output: command.Output) -> int:
+    """The exit code. Nothing is written unless all has been measured."""
+    chosen = divide.choose(deployment)
+    assert chosen is not None, "the deployment has a section partition"
+    facts, choice = chosen
+    if choice.rung == ladder.OFF.name:
+        raise ConfigError("; ".join(f"{each.rung}: {each.why}" for each in choice.tried))
+    key = here(deployment, facts)
+    file = asked.folder / path_of(key, UNITS[deployment.device])
+    _check_folder(file)
+    side = roofline.picture_side(config_of(deployment.model))
+    size = asked.size or (side, side)
+
+    async def measured(console: Console) -> dict[str, Any]:
+        peaks: list[Peak] = []
+        with StartProgress(console) as starting:
+
+            async def first(encoder: EngineSpec) -> None:
+                peaks.append(await measured_peak(deployment, encoder, starting))
+
+            async with started(deployment, size, starting, first) as bench:
+                starting.close()
+                made = await _measure(deployment, asked, bench, peaks[0], key, size, console)
+        profiles.write(made, file)
+        console.print(f"profile: {file}", soft_wrap=True)
+        work = roofline.encoder(config_of(deployment.model), *size)
+        return result_of(made, asked.target_s, work) | {"file": str(file)}
+
+    return command.run_measured(measured, profile_shown.of_profile, output, "EAServe profile")
+
+
+async def _measure(
+    deployment: Deployment,
+    asked: Asked,
+    bench: EnginesBench,
+    peak: Peak,
+    key: Key,
+    size: tuple[int, int],
+    console: Console,
+) -> Profile:
+    plan = plan_of(asked, bench, console)
+    with command.progress(console, plan.num_rounds + 2) as tick:
+        others = Others()
+        runs = await sweep(bench, plan, tick)
+        others_cores = others.cores()
+        tick("encode under load")
+        encode = await bench.encode_rate(plan.batches[-1])
+        tick("prefill under load")
+        prefill = await bench.prefill_rate()
+    return Profile(
+        made=datetime.now(UTC).replace(microsecond=0),
+        easerve=__version__,
+        key=key,
+        unit=UNITS[deployment.device],
+        partition=bench.driven.driver,
+        picture=size,
+        item_tokens=bench.item_tokens,
+        others_cores=round(others_cores, 3),
+        capacity=Capacity(
+            encode_items_per_s=round(encode, 3), prefill_tokens_per_s=round(prefill, 3)
+        ),
+        peak=peak,
+        runs=tuple(runs),
+    )
+
+
+def plan_of(asked: Asked, bench: EnginesBench, console: Console) -> Plan:
+    """What of that is possible here. Raises ConfigError where nothing is."""
+    batches = sorted(batch for batch in asked.batches if batch <= bench.most_items)
+    left_out = sorted(set(asked.batches) - set(batches))
+    fits = f"a call holds {bench.most_items} items of {bench.item_tokens} tokens"
+    if not batches:
+        raise ConfigError(f"--batches: {fits}")
+    if left_out:
+        console.print(f"batches {', '.join(map(str, left_out))} are left out: {fits}")
+    granule, most = bench.driven.granule, bench.driven.most
+    possible = levels(granule, most) if most else []
+    if asked.units is not None:
+        wrong = [each for each in asked.units if each % granule or not 0 < each <= most]
+        if wrong:
+            raise ConfigError(
+                f"--units: {wrong[0]} is not a multiple of {granule} up to {most}, which "
+                f"{bench.driven.driver} can give an encoder here"
+            )
+        possible = sorted(asked.units)
+    return Plan(batches, possible, asked.num_runs)
+
+
+def result_of(made: Profile, target_s: float, work: roofline.Encoder | None) -> dict[str, Any]:
+    """What ``--json`` prints, but for the file."""
+    table = MinUnits(Surface(made.item_tokens, made.rows()), target_s).rows
+    return {
+        "device": made.key.device,
+        "model": made.key.model,
+        "units": made.key.units,
+        "unit": made.unit,
+        "dtype": made.key.dtype,
+        "partition": made.partition,
+        "target_s": target_s,
+        "capacity_per_s": {
+            "encode": made.capacity.encode_items_per_s,
+            "prefill": made.capacity.prefill_tokens_per_s,
+        },
+        "min_units": {str(row.batch): row.units for row in table},
+        "over_target": [str(row.batch) for row in table if not row.met],
+        "item_tokens": made.item_tokens,
+        "others_cores": made.others_cores,
+        "num_runs": len(made.runs[0].forward_s),
+        "surface": [
+            {
+                "batch": runs.batch,
+                "units": runs.units,
+                "contended": runs.contended,
+                "p50_s": profiles.percentile(runs.forward_s, P50),
+                "p95_s": runs.p95_s,
+                "wall_p50_s": profiles.percentile(runs.wall_s, P50),
+                "num_late": runs.num_late,
+            }
+            for runs in made.runs
+        ],
+        "peak": made.peak.model_dump(),
+        "roofline": [] if work is None else _roofline(made, work),
+    }
+
+
+def _roofline(made: Profile, encoder: roofline.Encoder) -> list[Mapping[str, Any]]:
+    """Of each batch, alone on all units."""
+    rows: list[Mapping[str, Any]] = []
+    peak, total = made.peak, max(runs.units for runs in made.runs)
+    for runs in made.runs:
+        if runs.contended or runs.units < total:
+            continue
+        work = encoder.forward(runs.batch, VALUE_BYTES.get(made.key.dtype, 2))
+        forward_s = profiles.percentile(runs.forward_s, P50)
+        reached, memory = work.flops / forward_s, work.intensity * peak.bytes_per_s
+        rows.append(
+            {
+                "batch": runs.batch,
+                "flops": work.flops,
+                "bytes": work.num_bytes,
+                "intensity": work.intensity,
+                "forward_s": forward_s,
+                "flops_per_s": reached,
+                "share_of_peak": reached / peak.flops_per_s,
+                "share_of_roof": reached / min(memory, peak.flops_per_s),
+                "bound": "memory" if memory < peak.flops_per_s else "compute",
+            }
+        )
+    return rows
+
+
+def _check_folder(file: Path) -> None:
+    """That the profile can be written, before minutes of measuring."""
+    there = next(parent for parent in file.parents if parent.exists())
+    if not there.is_dir():
+        raise ConfigError(f"--out: {there} is not a folder")
+    if not os.access(there, os.W_OK):
+        raise ConfigError(f"--out: {there} cannot be written")

@@ -1,0 +1,112 @@
+"""Results of ``easerve profile`` as tables and charts."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from easerve.bench.report import Cell, Chart, Section, Series, Table, shown
+
+Result = dict[str, Any]
+
+
+def of_profile(result: Result) -> list[Section]:
+    return [_surface(result), _fewest(result), _roofline(result)]
+
+
+def _surface(result: Result) -> Section:
+    units = sorted({row["units"] for row in result["surface"]})
+    cells = {(row["batch"], row["contended"], row["units"]): row for row in result["surface"]}
+    lines = sorted({(batch, contended) for batch, contended, _ in cells})
+    rows = [
+        (_name(batch, contended), *(_ms(cells.get((batch, contended, each))) for each in units))
+        for batch, contended in lines
+    ]
+    unit = result["unit"]
+    columns = ("batch", *(f"{each} {unit}{'s' if each > 1 else ''}" for each in units))
+    limit = 1e3 * result["target_s"]
+    charts = [
+        Chart(title, f"{unit}s", "ms", list(_lines(result["surface"], contended)), limit=limit)
+        for contended, title in ((False, "Alone, p95"), (True, "Beside a busy prefill, p95"))
+        if any(row["contended"] is contended for row in result["surface"])
+    ]
+    late = sum(row["num_late"] for row in result["surface"])
+    text = (
+        f"{result['device']}, {result['model']} in {result['dtype']}; divided by "
+        f"{result['partition']}. Forwards of {result['item_tokens']} tokens an item, "
+        f"{result['num_runs']} runs of each, none left out; {late} of them began while prefill "
+        "still held some of their units. Meanwhile other processes used "
+        f"{result['others_cores']:.2f} cores."
+    )
+    table = Table("Forward of the encoder, p95 in ms", columns, rows)
+    return Section("Latency by compute units and batch", text, [table, *charts])
+
+
+def _fewest(result: Result) -> Section:
+    over = set(result["over_target"])
+    rows = [
+        (batch, units, "no" if batch in over else "yes")
+        for batch, units in result["min_units"].items()
+    ]
+    capacity = result["capacity_per_s"]
+    text = (
+        f"For a forward within {1e3 * result['target_s']:g} ms beside prefill. With the device to "
+        f"itself and under load, encode does {shown(capacity['encode'])} items/s, prefill "
+        f"{shown(capacity['prefill'])} tokens/s."
+    )
+    table = Table("Fewest units that meet the target", ("batch", f"{result['unit']}s", "met"), rows)
+    return Section("What a batch gets", text, [table])
+
+
+def _roofline(result: Result) -> Section:
+    peak, rows = result["peak"], result["roofline"]
+    text = (
+        f"Peak {peak['flops_per_s'] / 1e9:,.4g} GFLOP/s and {peak['bytes_per_s'] / 1e9:,.4g} GB/s, "
+        f"measured on this device with all its units: {peak['how']}. "
+    )
+    if not rows:
+        return Section("Why", text + "The FLOPs of this model's encoder are not counted.")
+    ridge = peak["flops_per_s"] / peak["bytes_per_s"]
+    text += (
+        f"Below {ridge:.3g} FLOPs a byte it is the memory that bounds. FLOPs and bytes are counted "
+        "from the model's configuration; times are medians of forwards alone on all units, with "
+        "what the engine does besides. What is lacking up to the roof is work that does not divide "
+        "by all units, and time that passes without any."
+    )
+    cells: list[Sequence[Cell]] = [
+        (
+            str(row["batch"]),
+            row["flops"] / 1e9,
+            row["intensity"],
+            1e3 * row["forward_s"],
+            row["flops_per_s"] / 1e9,
+            f"{100 * row['share_of_peak']:.1f} %",
+            f"{100 * row['share_of_roof']:.1f} %",
+            row["bound"],
+        )
+        for row in rows
+    ]
+    columns = ("batch", "GFLOP", "FLOP/byte", "ms", "GFLOP/s", "of peak", "of roof", "roof is")
+    table = Table("Forward of the encoder under the roofline", columns, cells)
+    shares = [100 * row["share_of_peak"] for row in rows]
+    chart = Chart(
+        "Share of the device's peak",
+        "batch",
+        "%",
+        [Series("share", [float(row["batch"]) for row in rows], shares)],
+    )
+    return Section("Why one request does not fill a device", text, [table, chart])
+
+
+def _lines(rows: Sequence[Result], contended: bool) -> Iterator[Series]:
+    for batch in dict.fromkeys(row["batch"] for row in rows):
+        of_batch = [row for row in rows if (row["batch"], row["contended"]) == (batch, contended)]
+        of_batch.sort(key=lambda row: row["units"])
+        x = [float(row["units"]) for row in of_batch]
+        yield Series(f"batch {batch}", x, [1e3 * row["p95_s"] for row in of_batch])
+
+
+def _name(batch: int, contended: bool) -> str:
+    return f"{batch} beside prefill" if contended else f"{batch} alone"
+
+
+def _ms(row: Result | None) -> float | None:
+    return None if row is None else 1e3 * float(row["p95_s"])

@@ -1,0 +1,79 @@
+"""The MPS daemon through which the two engines of a GPU compute at once, started before them."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from easerve.config import Deployment
+from easerve.engines.partition import mps
+from easerve.engines.partition.facts import Facts
+from easerve.engines.partition.ladder import Choice
+from easerve.engines.vllm.launch import EngineSpec
+from easerve.types import Stage
+
+NEEDED_BY = ("green-context", "mps-static", "priority")
+STATIC = "mps-static"
+
+
+@dataclass(frozen=True, slots=True)
+class MpsDaemon:
+    """``argv``: of a daemon of our own, empty where one of ours runs already behind ``pipes``.
+
+    ``encode_sms``: of static partitions, None for half. ``uuids``: of the GPUs that engines name by
+    number.
+    """
+
+    argv: tuple[str, ...]
+    pipes: Path
+    logs: Path
+    static: bool
+    encode_sms: int | None
+    uuids: tuple[str, ...]
+
+    @property
+    def env(self) -> dict[str, str]:
+        return {mps.PIPES: str(self.pipes), mps.LOGS: str(self.logs)}
+
+    def is_ready(self) -> bool:
+        return mps.alive(self.pipes)
+
+    def clients(self, specs: Sequence[EngineSpec]) -> list[EngineSpec]:
+        """The engines with what makes those of a divided GPU the daemon's clients.
+
+        Blocks while the daemon makes static partitions. Raises DriverError where it does not.
+        """
+        splits: dict[Path, mps.Split] = {}
+        made = []
+        for spec in specs:
+            if spec.cell is None:
+                made.append(spec)
+                continue
+            partition = None
+            if self.static:
+                if spec.cell not in splits:
+                    uuid = self.uuids[spec.devices[0]]
+                    splits[spec.cell] = mps.Control(self.pipes).split(uuid, self.encode_sms)
+                split = splits[spec.cell]
+                partition = split.encode if spec.stage is Stage.ENCODE else split.prefill
+            client = mps.client_environment({}, self.pipes, self.logs, partition)
+            made.append(replace(spec, env={**spec.env, **client}))
+        return made
+
+
+def mps_daemon(
+    deployment: Deployment, facts: Facts, choice: Choice, run_dir: Path, log_dir: Path
+) -> MpsDaemon | None:
+    """None where it takes none. One that runs already is used, but for static partitions."""
+    if choice.rung not in NEEDED_BY:
+        return None
+    static = choice.rung == STATIC
+    pipes, argv = Path(facts.mps.pipes), tuple[str, ...]()
+    if static or not facts.mps.alive:
+        pipes = run_dir / "mps"
+        hidden = (mps.VISIBLE, mps.PERCENTAGE, mps.PARTITION)
+        unset = [word for name in hidden for word in ("-u", name)]
+        argv = ("env", *unset, *mps.command(static=static))
+        mps.daemon_environment(os.environ, pipes, log_dir)
+    uuids = tuple(gpu.uuid for gpu in facts.gpus)
+    return MpsDaemon(argv, pipes, log_dir, static, deployment.policy.encode_units, uuids)

@@ -1,0 +1,273 @@
+import dataclasses
+import io
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from easerve.bench.report import Table
+from easerve.cli import gpu_bench, gpu_shown, gpu_steps
+from easerve.config import ConfigError
+from easerve.engines.partition.contention import CASES, Row
+from easerve.engines.partition.cuda import Cuda
+from easerve.engines.partition.sides import DriverError
+from easerve.engines.partition.sweep import Runs
+from easerve.sim.device import Sharing
+
+STEPS = """
+import json, os, subprocess, sys, time
+name = sys.argv[1]
+found = json.load(sys.stdin)
+if name == "card":
+    print(json.dumps({"driver": "580.1"}))
+    print(json.dumps({"source": "card", "torch": "2"}))
+    print(json.dumps({"num_sms": 132, "cuda": 13000, "context_ms": [1.0, 2.0, 9.0],
+        "stream_ms": [0.5], "granule": 8, "idle_sms": 0}))
+    print(json.dumps({"set_stream_us": 1.0, "confine_us": 5.0}))
+elif name == "threads":
+    print(json.dumps({"ok": True, "why": "seen"}))
+elif name == "processes":
+    sys.stderr.write("Traceback\\nRuntimeError: no MPS\\n")
+    sys.exit(1)
+elif name == "surface":
+    for batch in (1, 2):
+        for units in (0, 8, 16):
+            seconds = [0.01 * batch * 16 / (units or 32)] * 20
+            print(json.dumps({"batch": batch, "units": units, "beside": False,
+                "seconds": seconds}), flush=True)
+    print('{"batch": 4, ', end="", flush=True)
+    child = subprocess.Popen(["sleep", "60"])
+    open(os.environ["LEFT"], "w").write(str(child.pid))
+    time.sleep(60)
+elif name == "contention":
+    assert found["surface"][0]["batch"] == 1, found
+    assert found["processes"] == []
+    os.abort()
+"""
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that seems to have one."""
+    monkeypatch.setattr(Cuda, "__init__", lambda _: None)
+    monkeypatch.setattr(Cuda, "num_devices", lambda _: 1)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: True)
+
+
+@pytest.fixture
+def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Steps that end in every way there is; the file says what process one of them has left."""
+    left = tmp_path / "left"
+    (tmp_path / "stand_in_steps.py").write_text(STEPS)
+    monkeypatch.setenv("LEFT", str(left))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(gpu_steps, "MODULE", "stand_in_steps")
+    wait = subprocess.Popen.wait
+
+    def wait_for_what_hangs(process: subprocess.Popen[bytes], limit_s: float | None = None) -> int:
+        """Its time is up as soon as it hangs."""
+        while limit_s is not None and process.poll() is None:
+            if left.exists() and left.read_text():
+                left.rename(tmp_path / "seen")
+                raise subprocess.TimeoutExpired("step", limit_s)
+            time.sleep(0.01)
+        return wait(process)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", wait_for_what_hangs)
+    return tmp_path / "seen"
+
+
+def row(case: str = "gate", step: str = "fine", share: float = 0.9, fit: float = 1.0) -> Row:
+    return Row(case, step, 2, 5.0, 9.0, 1.0, 2.0, 0.5, fit, 0.0, 400.0, share, (5.0, 9.0))
+
+
+def test_without_a_gpu_it_says_so_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(_: Cuda) -> None:
+        raise DriverError("there is no CUDA driver")
+
+    monkeypatch.setattr(Cuda, "__init__", refuse)
+    begin = time.monotonic()
+    assert gpu_bench.run(True, None, False) == 1
+    assert time.monotonic() - begin < 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == "easerve: no GPU: there is no CUDA driver (--simulate needs none)\n"
+
+
+def test_a_driver_without_a_device_is_no_gpu(
+    gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Cuda, "num_devices", lambda _: 0)
+    assert gpu_bench.run(False, None, False) == 1
+    assert "no GPU: the driver sees none" in capsys.readouterr().err
+
+
+def test_torch_is_asked_for(
+    gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert gpu_bench.run(False, None, False) == 1
+    assert "torch is not installed" in capsys.readouterr().err
+
+
+def test_the_parent_and_the_steps_need_no_torch() -> None:
+    code = "import sys; from easerve.cli import gpu_bench; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
+
+
+def test_a_report_that_cannot_be_written_is_found_before_anything_is_measured(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        gpu_bench.run(False, tmp_path / "nowhere" / "report.html", True)
+
+
+def test_a_step_that_fails_or_hangs_costs_its_own_results_alone(
+    gpu: None, steps: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert gpu_bench.run(True, None, False) == 1  # no row of the last step
+    result = json.loads(capsys.readouterr().out)
+    assert result["errors"] == {
+        "processes": "RuntimeError: no MPS",
+        "surface": "killed after 75 s",
+        "contention": "ended with -6",
+    }
+    assert result["card"]["confine_us"] == 5
+    assert (result["threads"]["ok"], result["processes"]) == (True, None)
+    (device,) = result["devices"]
+    assert device["source"] == "card, torch 2"
+    assert len(device["surface"]) == 6
+    assert device["min_units"]["1"] == {"units": 8, "met": True}
+    assert device["min_units"]["2"] == {"units": 16, "met": True}
+
+
+def test_a_step_says_why_the_driver_refuses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_: gpu_steps.Found) -> NoReturn:
+        raise DriverError("no parts")
+
+    monkeypatch.setattr(gpu_steps, "STEPS", {"card": refuse})
+    monkeypatch.setattr("sys.stdin", io.StringIO("{}"))
+    with pytest.raises(SystemExit, match="no parts"):
+        gpu_steps.main(["card"])
+
+
+def test_the_processes_need_mps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(DriverError, match="nvidia-cuda-mps-control is not installed"):
+        list(gpu_steps.STEPS["processes"]({}))
+
+
+def test_rules_are_not_compared_without_a_surface() -> None:
+    with pytest.raises(DriverError, match="no surface"):
+        list(gpu_steps.STEPS["contention"]({"surface": []}))
+
+
+def test_what_a_step_has_started_ends_with_it(gpu: None, steps: Path) -> None:
+    gpu_bench.step("surface", {}, 75.0)
+    deadline = time.monotonic() + 2
+    while _runs(int(steps.read_text())) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not _runs(int(steps.read_text()))
+
+
+def _runs(pid: int) -> bool:
+    """It has not ended, though nobody may have waited for it yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_what_was_found_of_a_gpu_is_shown(
+    gpu: None, steps: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    gpu_bench.run(False, None, False)
+    out = capsys.readouterr().out
+    for text in (
+        "card, 2",
+        "580.1",
+        "13.0",
+        "132, 8, 0",
+        "disjoint",
+        "no MPS",
+        "killed after 75 s",
+    ):
+        assert text in out
+
+
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A simulation of a moment."""
+    monkeypatch.setattr(gpu_bench, "SIMULATED_S", 0.2)
+    monkeypatch.setattr(gpu_steps, "BATCHES", (1,))
+
+
+def test_a_simulated_device_fills_the_same_table(
+    brief: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "report.html"
+    assert gpu_bench.run(True, page, True) == 0
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    assert (result["simulated"], result["errors"]) == (True, {})
+    for device in result["devices"]:
+        assert device["source"].startswith("simulated")
+        assert {each["case"] for each in device["contention"]} == {case.name for case in CASES}
+        assert device["contention"][0].keys() == {field.name for field in dataclasses.fields(Row)}
+    assert f"report: {page}" in err
+    text = page.read_text()
+    assert text.count('id="chart-') == 2 * 4
+    assert "Latency surface: simulated" in text
+
+
+def test_a_simulation_is_printed(
+    brief: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(gpu_bench, "EQUAL", (Sharing.SLICES,))
+    assert gpu_bench.run(False, None, True) == 0
+    out = capsys.readouterr().out
+    assert "Encode beside prefill: simulated, 132 SMs" in out
+    assert "Fewest SMs within 25 ms: batch 1: 8" in out
+
+
+def device_of(*rows: Row, runs: tuple[Runs, ...] = ()) -> dict[str, Any]:
+    return {
+        "source": "GPU",
+        "surface": [dataclasses.asdict(each) for each in runs],
+        "contention": [dataclasses.asdict(each) for each in rows],
+        "target_s": 0.025,
+        "min_units": {1: {"units": 16, "met": False}},
+    }
+
+
+def test_a_target_that_is_missed_is_marked() -> None:
+    runs = (Runs(1, 16, False, (0.03,)), Runs(1, 0, False, (0.02,)))
+    result = {"simulated": True, "devices": [device_of(runs=runs)]}
+    (section,) = gpu_shown.sections(result)
+    assert "batch 1: 16 (misses it)" in section.text
+    table = section.parts[0]
+    assert isinstance(table, Table)
+    assert table.rows[0] == ("1, alone", 30, 20)
+
+
+def test_the_best_rule_is_named_of_those_that_hold_the_target() -> None:
+    rows = (row("gate", share=0.8), row("none", share=0.9, fit=0.5), row("static", share=0.4))
+    result = {"simulated": True, "devices": [device_of(*rows)]}
+    (section,) = gpu_shown.sections(result)
+    assert "95% of forwards within the target: gate (80%)" in section.text
+    assert "95% of batches within the target: no rule" in section.text
+
+
+def test_nothing_is_shown_of_what_is_not_there() -> None:
+    assert gpu_shown.sections({"simulated": True, "devices": [device_of()]}) == []
