@@ -7,16 +7,12 @@ from easerve.bench.report import Cell, Chart, Section, Series, Table
 from easerve.cli.gpu_steps import Record, runs_of
 from easerve.engines.partition.sweep import Runs
 
-COLUMNS = (
-    *("rule", "steps", "encodes", "E p50 ms", "E p95 ms", "p50 x", "p95 x"),
-    *("in target", "forwards", "late", "prefill/s", "of alone"),
-)
+COLUMNS = ("p50 ms", "p95 ms", "in target", "forwards", "late", "prefill", "of alone")
 LEGEND = (
-    "E: latency of an encode batch from when it can begin, waiting for the encoder included; x: of "
-    "its forward alone on the whole device. In target: share of batches with this latency, "
-    "forwards: with their forward, within the target; late: share of forwards that began beside a "
-    "prefill step that held units of theirs. Prefill: chunks (of engines: tokens) a second, and of "
-    "prefill alone."
+    "p50, p95: latency of an encode batch from when it can begin, waiting for the encoder "
+    "included. In target: share of batches with this latency, forwards: with their forward, within "
+    "{:g} ms; late: share of forwards that began beside a prefill step that held units of theirs. "
+    "Prefill: {} a second, and of prefill alone."
 )
 NUM_POINTS = 60
 """Of a distribution, drawn."""
@@ -72,17 +68,18 @@ def _surface(device: Record, runs: Sequence[Runs]) -> Section:
     units = sorted({each.units for each in runs} - {0})
     p95_ms = {(each.batch, each.units, each.beside): 1e3 * each.p95_s for each in runs}
     batches = sorted({each.batch for each in runs})
+    sides = [(batch, beside) for batch in batches for beside in (False, True)]
     rows = [
         (
-            f"{batch}, {'beside prefill' if beside else 'alone'}",
-            *(p95_ms.get((batch, each, beside)) for each in (*units, 0)),
+            str(each or "all"),
+            *(_round(p95_ms.get((batch, each, beside)), 1) for batch, beside in sides),
         )
-        for beside in (False, True)
-        for batch in batches
+        for each in (*units, 0)
     ]
-    columns = ("batch", *map(str, units), "all")
+    columns = ("SMs", *(f"{batch} +P" if beside else str(batch) for batch, beside in sides))
     target_ms = 1e3 * device["target_s"]
-    table = Table(f"p95 of a forward in ms, by SMs: {device['source']}", columns, rows)
+    title = f"p95 of a forward in ms, by batch, alone or beside prefill (+P): {device['source']}"
+    table = Table(title, columns, rows)
     series = [
         Series(
             f"batch {batch}",
@@ -107,24 +104,26 @@ def _surface(device: Record, runs: Sequence[Runs]) -> Section:
 
 
 def contention(device: Record) -> Section:
-    """``source``: what it was measured on; ``contention``: rows as of engines.partition."""
+    """``source``: what it was measured on; ``work``: what prefill is counted in."""
     found = device["contention"]
+    steps = list(dict.fromkeys(row["step"] for row in found))
+    named = ("case", "step") if len(steps) > 1 else ("case",)
     rows = [
         (
-            *(row[name] for name in ("case", "step", "encodes")),
+            *(row[name] for name in named),
             *(_round(row[name], 1) for name in ("p50_ms", "p95_ms")),
-            *(_round(row[name], 2) for name in ("p50_x_alone", "p95_x_alone")),
             *(_round(row[name], 2) for name in ("in_target", "forwards_in_target", "late")),
             _round(row["prefill_per_s"], 1),
             _round(row["prefill_share"], 3),
         )
         for row in found
     ]
-    table = Table(f"Encode beside prefill: {device['source']}", COLUMNS, rows)
-    steps = list(dict.fromkeys(row["step"] for row in found))
+    columns = (*("rule", "steps")[: len(named)], *COLUMNS)
+    table = Table(f"Encode beside prefill: {device['source']}", columns, rows)
+    legend = LEGEND.format(1e3 * device["target_s"], device.get("work", "chunks"))
     return Section(
         f"Encode beside prefill: {device['source']}",
-        f"{LEGEND}\n\n{' '.join(_best(found, step) for step in steps)}",
+        f"{legend}\n\n{' '.join(_best(found, step) for step in steps)}",
         [table, *(_distribution(found, step) for step in steps), _shares(found, steps)],
     )
 

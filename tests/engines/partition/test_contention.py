@@ -117,7 +117,7 @@ def run(case: str, given: Trace, chunks: int = 2) -> tuple[Row, Device]:
 
 
 def test_prefill_alone_has_everything_all_the_time() -> None:
-    row, device = run("prefill alone", trace(10))
+    row, device = run("alone", trace(10))
     assert (row.encodes, row.p95_ms, row.in_target, row.late) == (0, None, None, None)
     assert row.prefill_per_s == pytest.approx(1000)
     assert {units for _, units in device.units(Stage.PREFILL)} == {0}
@@ -134,7 +134,7 @@ def test_dynamic_gives_the_units_of_the_table_from_the_notice_to_the_end() -> No
 
 
 def test_hold_keeps_prefill_narrow_for_a_while() -> None:
-    device = run("dynamic + hold", trace(50))[1]
+    device = run("dynamic+hold", trace(50))[1]
     narrow = [at for at, units in device.units(Stage.PREFILL) if units]
     last_demand = 58
     assert narrow[0] == 46
@@ -169,7 +169,7 @@ def test_a_static_split_stands_between_encodes() -> None:
 
 
 def test_the_other_static_split_has_the_most_units_of_the_table() -> None:
-    assert run("static, most of the table", trace(50))[1].units(Stage.ENCODE) == [(50, 8)]
+    assert run("static, most", trace(50))[1].units(Stage.ENCODE) == [(50, 8)]
 
 
 def test_priority_and_none_share_everything() -> None:
@@ -194,7 +194,7 @@ def test_all_cases_run_on_one_device_and_shares_are_of_prefill_alone() -> None:
     ]
     assert len(ticks) == len(rows)
     for row in rows:
-        if row.case == "prefill alone":
+        if row.case == "alone":
             alone_per_s = row.prefill_per_s
         assert row.prefill_share == row.prefill_per_s / alone_per_s
 

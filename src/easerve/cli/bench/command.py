@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -270,9 +271,9 @@ def show(sections: Sequence[report.Section], console: Console) -> None:
 
 
 def rich_table(table: report.Table) -> Table:
-    rich = Table(title=table.title, title_justify="left")
+    rich = Table(title=table.title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
     for number, column in enumerate(table.columns):
-        rich.add_column(column, justify="left" if number == 0 else "right")
+        rich.add_column(column, justify="right" if number else "left", no_wrap=not number)
     for row in table.rows:
         rich.add_row(*map(report.shown, row))
     return rich

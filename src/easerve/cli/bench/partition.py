@@ -23,7 +23,7 @@ from easerve.policy.knobs import Knobs
 from easerve.policy.partition import SHARED, Devices, Partition
 
 PARTS = ("cell", "engines")
-ALONE = "prefill alone"
+ALONE = "alone"
 BATCHES = (1, 2, 4)
 SIZE = (60, 60)
 NUM_ALONE = 7
@@ -55,7 +55,14 @@ def sections(result: dict[str, Any]) -> list[Section]:
     if "engines" in result:
         driven, switch_us = result["driven"], result["switch_us"]
         source = f"real engines, {driven['total']} units, divided by {driven['driver']}"
-        shown = gpu_shown.contention({"source": source, "contention": result["engines"]})
+        shown = gpu_shown.contention(
+            {
+                "source": source,
+                "contention": result["engines"],
+                "target_s": result["target_s"],
+                "work": "tokens",
+            }
+        )
         cost = "none" if switch_us is None else f"{switch_us:.0f} us each"
         text = f"{shown.text}\n\nSwitches of prefill's part: {cost}."
         found.append(Section(shown.title, text, shown.parts))
@@ -105,6 +112,7 @@ async def compare(bench: EnginesBench, plan: Plan, tick: Callable[[str], None]) 
     return {
         "engines": [dataclasses.asdict(row) for row in rows],
         "switch_us": 1e6 * switch_s / num if num else None,
+        "target_s": plan.knobs.encode_target_s,
         "driven": dataclasses.asdict(bench.driven),
         "counts": {rule: each.counts for rule, each in seen.items()},
     }

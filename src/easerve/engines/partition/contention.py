@@ -133,14 +133,14 @@ def draw(
 
 
 CASES = (
-    Case("prefill alone", None),
+    Case("alone", None),
     Case("none", "none"),
     Case("priority", "none", prefer_encode=True),
     Case("static, half", "static"),
-    Case("static, most of the table", "static", most=True),
+    Case("static, most", "static", most=True),
     Case("gate", "gate"),
     Case("dynamic", "dynamic"),
-    Case("dynamic + hold", "dynamic", hold_ns=HOLD_NS),
+    Case("dynamic+hold", "dynamic", hold_ns=HOLD_NS),
 )
 """The first is what the shares of prefill are of."""
 

@@ -98,8 +98,8 @@ class _Side:
     def wanted(self) -> int:
         """Units for the encoder, in this device's granules; UNHEEDED."""
         words = self._cell.words
-        if worst := max(words[self._own], words[self._other]):
-            if worst == FAILED:
+        if words[self._own] or words[self._other]:
+            if FAILED in (words[self._own], words[self._other]):
                 return UNHEEDED
             return self._total if self._cell.demanded() else 0
         return self._round(self._cell.demanded())
