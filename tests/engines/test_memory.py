@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from easerve.config import GIB, MIB, ConfigError, Deployment, build
+from easerve.engines.partition.green import LEVELS
 from easerve.engines.vllm import memory
 from easerve.engines.vllm.memory import CPU_KV_CACHE_BYTES, Row, check, detect_host_bytes, gib, plan
 from easerve.engines.vllm.models import CAPABILITIES, ModelInfo
@@ -194,6 +195,18 @@ def test_an_encoder_on_two_gpus_takes_half_of_itself_on_each() -> None:
     assert rows["encode-0"].share == 0.28  # 1.1 * 12 of 48 is 0.275
     assert [rows[f"local-prefill-{i}"].share for i in range(2)] == [0.62, 0.62]
     check(list(rows.values()))
+
+
+def test_engines_that_divide_a_gpu_keep_activations_for_every_part() -> None:
+    """The streams of the parts, and the one that an engine has without a part."""
+    small = replace(INFO, language_bytes=4 * GIB)
+    undivided, divided = (
+        rows_of(beside({}, {}, **more), small) for more in ({}, {"partition": {}})
+    )
+    for worker_id in ("encode-0", "local-prefill-0"):
+        times = divided[worker_id].activations / undivided[worker_id].activations
+        assert times == len(LEVELS) + 2
+    assert divided["prefill-0"].activations == undivided["prefill-0"].activations
 
 
 def test_a_local_engine_leaves_others_on_its_gpu_what_they_were_given() -> None:

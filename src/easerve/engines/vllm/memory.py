@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from easerve.config import GIB, ConfigError, Deployment
+from easerve.engines.partition.green import LEVELS
 from easerve.engines.vllm.models import ModelInfo
 from easerve.engines.vllm.topology import Member, members
 from easerve.types import Stage, WorkerId
@@ -118,12 +119,15 @@ def _need(deployment: Deployment, member: Member, info: ModelInfo) -> _Need:
         weights *= FP32_FACTOR
     if deployment.device == "cpu":
         return _Need(weights, 0, 0)
-    embeddings = 0
+    activations, embeddings = CUDA_ACTIVATION_BYTES, 0
+    if deployment.partition is not None and (encodes or member.beside):
+        # torch keeps the memory of each part's stream apart, and of the stream without a part.
+        activations *= len(LEVELS) + 2
     if deployment.local_prefill is not None and encodes:
         embeddings = CUDA_ENCODER_CACHE_BYTES
     elif member.beside:
         embeddings = int(deployment.engine.embedding_cache)
-    return _Need(weights, CUDA_ACTIVATION_BYTES, embeddings)
+    return _Need(weights, activations, embeddings)
 
 
 def _shares(
