@@ -138,7 +138,7 @@ class Partition(Section):
     driver: Literal["auto", "green-context", "mps-static", "priority", "cpu", "gate"] = "auto"
     """auto: the best that the machine has (easerve doctor)."""
     profile: str | None = None
-    """A file that ``easerve profile`` wrote; None: every batch gets what prefill can spare."""
+    """A file that ``easerve profile`` wrote; None: every batch gets half of the device."""
     min_prefill_units: Positive | None = None
     """What prefill keeps; None: a granule of the device. Rule gate asks for all."""
     hold_s: Annotated[float, Field(ge=0, le=1)] = 0.0

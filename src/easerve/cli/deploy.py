@@ -217,8 +217,8 @@ async def _watch(driver: Driver, log: StepLog | None) -> None:
         await asyncio.sleep(HEALTH_PERIOD_S)
         if log is not None:
             log.flush()
-        await asyncio.gather(*(driver.probe(engine.worker_id) for engine in driver.engines()))
-        await driver.see_divisions()
+        probes = (driver.probe(engine.worker_id) for engine in driver.engines())
+        await asyncio.gather(*probes, driver.see_divisions())
 
 
 def raise_file_limit() -> None:

@@ -1,5 +1,6 @@
 """A deployment whose devices are divided: by what, what the core knows of them, their cells."""
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from functools import cache
@@ -9,7 +10,7 @@ from easerve.cli.profile_here import here
 from easerve.config import ConfigError, Deployment
 from easerve.costs import profile
 from easerve.engines.partition import ladder
-from easerve.engines.partition.cell import Cell
+from easerve.engines.partition.cell import IDLE, Cell
 from easerve.engines.partition.facts import Facts, gather
 from easerve.engines.partition.ladder import Choice
 from easerve.engines.partition.sides import DriverError
@@ -32,7 +33,7 @@ def devices(deployment: Deployment) -> Devices | None:
     if differs is not None:
         _warn(
             f"{deployment.partition.profile}: {differs}. Until easerve profile has measured "
-            "anew, each batch gets all that prefill can spare"
+            "anew, each batch gets half of the device"
         )
         return Devices()
     return Devices(Surface(measured.item_tokens, measured.rows()))
@@ -58,6 +59,17 @@ def choose(deployment: Deployment) -> tuple[Facts, Choice] | None:
     return facts, ladder.choose(facts, deployment.device, deployment.partition.driver)
 
 
+def refusals(deployment: Deployment) -> list[str]:
+    """Why no better way of dividing the devices was taken, a line each."""
+    chosen = choose(deployment)
+    if chosen is None or deployment.partition is None or deployment.partition.driver != "auto":
+        return []
+    _, choice = chosen
+    tried = [f"partition: not by {each.rung}: {each.why}" for each in choice.tried]
+    off = choice.rung == ladder.OFF.name
+    return [*tried, "partition: off: encode and prefill share the device"] if off else tried
+
+
 def daemon(deployment: Deployment, run_dir: Path, log_dir: Path) -> MpsDaemon | None:
     """Of MPS, where the way that was chosen takes it."""
     chosen = choose(deployment)
@@ -73,9 +85,13 @@ def make_cells(specs: Sequence[EngineSpec]) -> None:
 
 
 def withdraw(specs: Sequence[EngineSpec], worker_id: WorkerId) -> None:
-    """What an encoder that has ended had announced to stand, which would stand for ever."""
+    """What an engine that has ended had said and cannot take back: what stands, what it holds."""
     for spec in specs:
-        if spec.worker_id == worker_id and spec.stage is Stage.ENCODE and spec.cell is not None:
-            cell = Cell(spec.cell)
-            cell.announce(0, None)
-            cell.close()
+        if spec.worker_id == worker_id and spec.cell is not None:
+            with contextlib.suppress(FileNotFoundError):  # everything ends
+                cell = Cell(spec.cell)
+                if spec.stage is Stage.ENCODE:
+                    cell.announce(0, None)
+                else:
+                    cell.hold(IDLE)
+                cell.close()

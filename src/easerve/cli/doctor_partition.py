@@ -202,7 +202,7 @@ def _profile(facts: Facts, device: str) -> Finding:
             others.append(f"{path}: {differs}")
     if matching:
         return Finding("profile", OK, "; ".join(matching))
-    hint = "easerve profile FILE.yaml; without a profile a batch gets all that prefill can spare"
+    hint = "easerve profile FILE.yaml; without a profile a batch gets half of the device"
     return Finding("profile", WARN, others[0] if others else f"none in {PROFILES}", hint)
 
 
@@ -213,7 +213,7 @@ def _here(facts: Facts, device: str) -> dict[str, Any]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             here[package.removesuffix("-cpu")] = importlib.metadata.version(package)
     if device == "cpu":
-        return here | {"device": facts.cpu, "driver": None}
+        return here | {"device": facts.cpu, "units": len(facts.cores), "driver": None}
     if facts.gpus:
         here |= {"device": facts.gpus[0].name, "units": facts.gpus[0].num_sms}
     return here | {"driver": facts.driver}

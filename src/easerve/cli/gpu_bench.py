@@ -23,19 +23,19 @@ from easerve.cli import gpu_shown, gpu_steps
 from easerve.cli.bench import command
 from easerve.cli.gpu_steps import Found, Record
 from easerve.config import Policy
-from easerve.engines.partition.cuda import Cuda
+from easerve.engines.partition.facts import gather
 from easerve.engines.partition.gpu import VIT_TOKENS
-from easerve.engines.partition.sides import DriverError
 from easerve.sim.device import EQUAL, Model, SimulatedDevice
 
 LIMITS_S = {"card": 20.0, "threads": 20.0, "processes": 35.0, "surface": 75.0, "contention": 75.0}
 """Of each step, with about ten seconds for torch and CUDA to start; 4 minutes in all."""
+GRACE_S = 5.0
 SIMULATED_S = 20.0
 SEED = 0
 
 
 def run(as_json: bool, html: Path | None, simulate: bool) -> int:
-    """The exit code: 1 without a GPU, or when not one step of it came to an end."""
+    """The exit code: 1 without a GPU, or when no rule was measured."""
     if html is not None:
         command.check_writable(html)
     console = Console(stderr=True)
@@ -45,6 +45,8 @@ def run(as_json: bool, html: Path | None, simulate: bool) -> int:
         missing = _missing()
         if missing is not None:
             print(f"easerve: {missing}", file=sys.stderr)
+            if as_json:
+                print(json.dumps({"error": missing}))
             return 1
         result = measured(console)
     sections = gpu_shown.sections(result)
@@ -59,12 +61,10 @@ def run(as_json: bool, html: Path | None, simulate: bool) -> int:
 
 
 def _missing() -> str | None:
-    """What there has to be for a bench."""
-    try:
-        if not Cuda().num_devices():
-            return "no GPU: the driver sees none"
-    except DriverError as error:
-        return f"no GPU: {error} (--simulate needs none)"
+    """What there has to be for a bench. The driver is asked in a process of its own."""
+    facts = gather("cuda")
+    if not facts.gpus:
+        return f"no GPU: {facts.error or 'the driver sees none'} (--simulate needs none)"
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed: scripts/install cuda"
     return None
@@ -134,12 +134,19 @@ def step(name: str, found: Found, limit_s: float) -> tuple[list[Record], str | N
 
 
 def _wait(child: subprocess.Popen[bytes], limit_s: float) -> str | None:
-    """Until it has ended, and all of its own processes have been killed."""
+    """Until it has ended, and all of its own processes have.
+
+    It is asked first: it may have an MPS daemon, whose server outlives a daemon that is killed.
+    """
     try:
         child.wait(limit_s)
     except subprocess.TimeoutExpired:
         return f"killed after {limit_s:g} s"
     finally:
+        if child.poll() is None:
+            child.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(GRACE_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()

@@ -11,6 +11,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -181,6 +182,7 @@ def main(arguments: Sequence[str]) -> None:
         path, stage = rest
         print(json.dumps(dataclasses.asdict(gpu.prove_side(Path(path), Stage(stage)))))
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # what was begun is cleaned up
     try:
         for record in STEPS[name](json.load(sys.stdin)):
             print(json.dumps(record), flush=True)

@@ -146,14 +146,15 @@ def plan_of(asked: Asked, bench: EnginesBench, console: Console) -> Plan:
         raise ConfigError(f"--batches: {fits}")
     if left_out:
         console.print(f"batches {', '.join(map(str, left_out))} are left out: {fits}")
-    granule, most = bench.driven.granule, bench.driven.most
-    possible = levels(granule, most) if most else []
+    parts = bench.driven.parts
+    possible = levels(parts)
     if asked.units is not None:
-        wrong = [each for each in asked.units if each % granule or not 0 < each <= most]
+        wrong = [each for each in asked.units if each not in parts]
         if wrong:
+            known = ", ".join(map(str, parts)) or "none"
             raise ConfigError(
-                f"--units: {wrong[0]} is not a multiple of {granule} up to {most}, which "
-                f"{bench.driven.driver} can give an encoder here"
+                f"--units: {wrong[0]} is no part that {bench.driven.driver} can give an encoder "
+                f"here: {known}"
             )
         possible = sorted(asked.units)
     return Plan(batches, possible, asked.num_runs)

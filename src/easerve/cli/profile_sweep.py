@@ -59,11 +59,10 @@ class Plan:
         return len(self.batches) * conditions * (NUM_WARM_UPS + self.num_runs)
 
 
-def levels(granule: int, most: int, max_levels: int = MAX_LEVELS) -> list[int]:
-    """Whole granules up to ``most``, not more than ``max_levels`` of them, evenly spread."""
-    num = most // granule
-    few = min(num, max_levels)
-    return [ceil(num * number / few) * granule for number in range(1, few + 1)]
+def levels(parts: Sequence[int], max_levels: int = MAX_LEVELS) -> list[int]:
+    """Not more than ``max_levels`` of the parts that an encoder can get, evenly spread."""
+    few = min(len(parts), max_levels)
+    return [parts[ceil(len(parts) * number / few) - 1] for number in range(1, few + 1)]
 
 
 async def sweep(bench: Bench, plan: Plan, tick: Tick) -> list[Runs]:

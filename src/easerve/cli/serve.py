@@ -132,6 +132,10 @@ def _print_tables(specs: Sequence[launch.EngineSpec], plan: Sequence[memory.Row]
     Console().print(table)
 
 
+def divisions(running: Service) -> list[str]:
+    return [f"{name}: {describe(each)}" for name, each in running.driver.divisions.items()]
+
+
 def describe(division: Division) -> str:
     """By what its device is divided."""
     sides = {"encode": division.encode, "prefill": division.prefill}
@@ -142,7 +146,7 @@ def describe(division: Division) -> str:
     driven = next(filter(None, sides.values()), None)
     if driven is None:
         return "[red]its engines do not say how its device is divided[/red]"
-    parts = f", {driven.most} at most for encode" if driven.most else ""
+    parts = f", {driven.parts[-1]} at most for encode" if driven.parts else ""
     return f"device divided by {driven.driver} ({driven.why}): {driven.total} units{parts}"
 
 
@@ -195,8 +199,8 @@ async def _serve(deployment: Deployment, log: StepLog | None) -> int:
                     f"engine logs: {running.cluster.folders.logs}",
                     soft_wrap=True,
                 )
-                for name, division in running.driver.divisions.items():
-                    console.print(f"{name}: {describe(division)}", soft_wrap=True)
+                for line in (*divide.refusals(deployment), *divisions(running)):
+                    console.print(line, soft_wrap=True)
                 await stop.wait()
                 console.print("ending: open requests are finished first; Ctrl-C again ends now")
         except asyncio.CancelledError:

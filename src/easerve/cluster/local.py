@@ -24,7 +24,7 @@ from easerve.engines.vllm.launch import EngineSpec
 from easerve.engines.vllm.mps_daemon import MpsDaemon
 from easerve.types import WorkerId
 
-MPS = WorkerId("mps")
+MPS = WorkerId(supervisor.MPS)
 HEALTH_POLL_S = 0.1
 STOP_GRACE_S = 3.0
 STOP_PATIENCE_S = STOP_GRACE_S + 7.0
@@ -160,7 +160,8 @@ class LocalCluster:
         """Whether an engine could be started now."""
         forks = self._fork_server is not None
         forker_ended = forks and supervisor.FORK_SERVER in self._exited
-        return self._supervised and not self._stopping and not forker_ended
+        mps_ended = MPS in self._exited  # whoever starts without it takes turns with the others
+        return self._supervised and not (self._stopping or forker_ended or mps_ended)
 
     async def restart(
         self,

@@ -13,7 +13,8 @@ when a signal ended it), ``{"forking": true}``, ``{"stopped": true}``.
 
 The lock of RUN_DIR is inherited as an open file. When the socket closes, whoever gave the orders
 is gone, however it went: every engine is killed.
-When this process itself is killed, the kernel kills the engines (``site/sitecustomize.py``).
+When this process itself is killed, the kernel kills the engines (``site/sitecustomize.py``) and
+whatever else was started here.
 Nothing survives in RUN_DIR either way, or at the next start (``sweep``).
 """
 
@@ -36,11 +37,12 @@ from typing import Any
 
 from easerve.peer import Peer
 
-PR_SET_CHILD_SUBREAPER = 36
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+LIBC = ctypes.CDLL(None)
 PARENT_PID = "EASERVE_PARENT_PID"  # as in site/sitecustomize.py
 PREFIX = "easerve-"
 LOCK = "lock"
-FORK_SERVER = "fork server"
+FORK_SERVER, MPS = "fork server", "mps"  # what engines need as long as they run
 
 
 class Supervisor:
@@ -100,6 +102,7 @@ class Supervisor:
                 stderr=log,
                 start_new_session=True,
                 pass_fds=pass_fds,
+                preexec_fn=_die_with_parent,
             )
         process.returncode = 0  # reaped here, by pid
         self._names[process.pid] = name
@@ -150,7 +153,7 @@ class Supervisor:
     def _end(self, grace_s: float) -> None:
         """End every engine and this process; remove what they kept on this host."""
         deadline = time.monotonic() + grace_s
-        pids = [pid for pid, name in self._names.items() if name != FORK_SERVER]
+        pids = [pid for pid, name in self._names.items() if name not in (FORK_SERVER, MPS)]
         if grace_s > 0:
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
@@ -163,6 +166,11 @@ class Supervisor:
         shutil.rmtree(self._run_dir, ignore_errors=True)
         self._control.send({"stopped": True})
         os._exit(0)
+
+
+def _die_with_parent() -> None:
+    """Whatever the program is; engines see to it by themselves as well."""
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _is_alive(pid: int) -> bool:
@@ -230,7 +238,7 @@ def sweep(run_root: Path) -> None:
 
 
 def main() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
     Supervisor(socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2])).run()
 
 

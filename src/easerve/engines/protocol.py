@@ -112,16 +112,15 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class Driven:
-    """What divides a device in one engine: ``driver``, how far up the ladder and ``why``; units.
+    """What divides a device of ``total`` units in one engine, and why that.
 
-    ``most``: that a batch can get beside prefill; 0: parts cannot be chosen per batch.
+    ``parts``: units that a batch can get beside prefill, rising; none: not per batch.
     """
 
     driver: str
     why: str
     total: int
-    granule: int
-    most: int
+    parts: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,10 @@ from math import ceil
 from easerve.policy.knobs import Knobs
 
 MAX_UNITS = (1 << 12) - 1
-"""What a demand can say; the three largest have a meaning of their own."""
+"""What a demand can say; the two largest have a meaning of their own."""
 ALL = MAX_UNITS
 """Every unit: prefill pauses."""
-MOST = MAX_UNITS - 1
-"""Every unit but those that prefill always keeps."""
-HALF = MAX_UNITS - 2
+HALF = MAX_UNITS - 1
 """Half of them."""
 
 
@@ -124,7 +122,7 @@ class Partition:
 
     def _dynamic(self, num_tokens: int) -> Demand:
         if self.table is None:
-            return Demand(MOST, False, "no profile")
+            return Demand(HALF, False, "no profile")
         row = self.table.row(num_tokens)
         return Demand(row.units, False, f"table, batch {row.batch}" if row.met else "over target")
 
@@ -160,29 +158,41 @@ class Layout:
     min_prefill: int = 1
 
     @property
-    def most(self) -> int:
-        """The largest part of an encoder beside prefill; 0: the device cannot be divided."""
-        free = self.total - max(self.min_prefill, 1)
-        return max(0, free // self.granule * self.granule)
+    def parts(self) -> tuple[int, ...]:
+        """Every part of an encoder that there can be beside prefill, rising."""
+        most = self.total - max(self.min_prefill, 1)
+        return tuple(range(self.granule, most + 1, self.granule))
 
     def round(self, units: int) -> int:
-        """What a demand comes to here: whole granules, at most ``most``; ALL: the whole device."""
+        """What a demand comes to here: the next larger part or, where there is none, the largest.
+
+        ALL: the whole device; HALF: the part that is nearest to it.
+        """
+        parts = self.parts
         if units == ALL:
             return self.total
-        if units == HALF:
-            units = self.total // 2
-        return min(ceil(units / self.granule) * self.granule, self.most)
+        if units == HALF and parts:
+            return min(parts, key=lambda part: abs(2 * part - self.total))
+        return parts[min(bisect_left(parts, units), len(parts) - 1)] if units and parts else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Levels(Layout):
+    """A layout in which only some parts have been made."""
+
+    levels: tuple[int, ...] = ()
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        return self.levels
 
 
 class Indivisible(Layout):
     """A device whose parts cannot be chosen per batch. Whoever wants all of it may have it."""
 
     @property
-    def most(self) -> int:
-        return 0
-
-    def round(self, units: int) -> int:
-        return self.total if units == ALL else 0
+    def parts(self) -> tuple[int, ...]:
+        return ()
 
 
 class Gate(Indivisible):

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from easerve.engines.protocol import Bundle, Division
 from easerve.policy.core import Core
 from easerve.policy.events import StartEncode, StartPrefill
-from easerve.policy.partition import ALL, HALF, MOST
+from easerve.policy.partition import ALL, HALF
 from easerve.types import NS_PER_S, Side, Stage, WorkerId
 
 SECONDS = (
@@ -19,7 +19,7 @@ BYTES = tuple(4.0**power for power in range(5, 16))  # 1 KiB to 1 GiB
 ITEMS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
-NAMES = {ALL: "all", MOST: "most", HALF: "half"}
+NAMES = {ALL: "all", HALF: "half"}
 # Of engines.partition.cell.State.
 DIVISION_COUNTS = {
     "forwards": "Encoder forwards",

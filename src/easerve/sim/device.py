@@ -147,7 +147,7 @@ class SimulatedDevice:
 
     def __init__(self, seed: int, model: Model | None = None) -> None:
         self.layout = Layout(NUM_SMS, GRANULE)
-        self.levels: Sequence[int] = range(GRANULE, self.layout.most + 1, GRANULE)
+        self.levels: Sequence[int] = self.layout.parts
         self._rng = random.Random(seed)  # noqa: S311
         self._model = model or Model()
         shared = self._model.sharing.value

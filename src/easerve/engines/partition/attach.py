@@ -10,12 +10,17 @@ from typing import Any
 from easerve.engines.partition.cell import Cell
 from easerve.engines.partition.cpu import CpuDriver
 from easerve.engines.partition.green import GreenDriver, PriorityDriver
-from easerve.engines.partition.mps import MpsStaticDriver
-from easerve.engines.partition.probe import Gemm, Verdict, prove
-from easerve.engines.partition.setup import Setup, tell
-from easerve.engines.partition.sides import Driver, DriverError, EncodeSide, PrefillSide
+from easerve.engines.partition.probe import Gemm, Verdict, decline, prove
+from easerve.engines.partition.setup import GATE, Setup, tell
+from easerve.engines.partition.sides import (
+    Driver,
+    DriverError,
+    EncodeSide,
+    PrefillSide,
+    Undivided,
+)
 from easerve.engines.protocol import Driven
-from easerve.policy.partition import HALF, Gate, Layout
+from easerve.policy.partition import HALF, Gate, Indivisible
 from easerve.types import NS_PER_S, Stage
 
 logger = logging.getLogger("vllm.easerve.partition")
@@ -29,19 +34,6 @@ class Tools:
 
     set_num_threads: Callable[[int], None] = lambda _: None
     on_switch: Callable[[Any], None] = lambda _: None
-
-
-class GateDriver:
-    """Divides nothing: prefill pauses while anything is encoded."""
-
-    name = "gate"
-    layout: Layout = Gate(1)
-
-    def confine(self, stage: Stage, units: int) -> None:
-        """Nothing is to be done: the one that runs has everything."""
-
-    def close(self) -> None:
-        pass
 
 
 def attach_encode(setup: Setup, tools: Tools) -> EncodeSide:
@@ -68,9 +60,9 @@ def _open(setup: Setup, stage: Stage, tools: Tools) -> tuple[Cell, Driver]:
     except DriverError as error:
         why = f"{setup.driver}: {error}"
         logger.error("the device is not divided, prefill pauses instead: %s", why)
-        driver = GateDriver()
+        driver = Undivided(GATE, Gate(1))
     layout = driver.layout
-    tell(setup, stage, Driven(driver.name, why, layout.total, layout.granule, layout.most))
+    tell(setup, stage, Driven(driver.name, why, layout.total, layout.parts))
     logger.info("%s: partition driver %s (%s), %s", stage, driver.name, why, layout)
     return cell, driver
 
@@ -83,14 +75,18 @@ def _make(setup: Setup, stage: Stage, tools: Tools, cell: Cell) -> tuple[Driver,
             cores = setup.cores or os.sched_getaffinity(0)
             return CpuDriver(cores, tools.set_num_threads, min_prefill), ""
         case "green-context":
-            green = GreenDriver([stage], min_prefill=min_prefill, on_switch=tools.on_switch)
-            return green, _prove(green, cell, stage)
+            try:
+                green = GreenDriver([stage], min_prefill=min_prefill, on_switch=tools.on_switch)
+                return green, _prove(green, cell, stage)
+            except DriverError:
+                decline(cell, stage)  # else the other engine would wait for it
+                raise
         case "mps-static":
-            return MpsStaticDriver(_num_sms()), ""
+            return Undivided(setup.driver, Indivisible(_num_sms())), ""
         case "priority":
             return PriorityDriver(stage, _num_sms(), on_switch=tools.on_switch), ""
         case "gate":
-            return GateDriver(), ""
+            return Undivided(GATE, Gate(1)), ""
         case unknown:
             raise DriverError(f"there is no driver {unknown!r}")
 

@@ -25,8 +25,10 @@ from easerve.policy.partition import MAX_UNITS
 
 PAGE_BYTES = 4096
 UNIT_BITS = 12
-NEVER = (1 << 52) - 1
+NEVER = (1 << 51) - 1
 """The deadline of a standing announcement, in microseconds."""
+SEVERAL = 1 << 63
+"""Of an announcement that is for more than the forward that is next: SERVED does not end it."""
 IDLE = MAX_UNITS
 """HELD: no step runs; nothing is held."""
 NS_PER_US = 1000
@@ -114,10 +116,11 @@ class Cell:
 
     # The encoder --------------------------------------------------------------------------------
 
-    def announce(self, units: int, lease_ns: int | None) -> None:
-        """``lease_ns`` None: until another announcement."""
+    def announce(self, units: int, lease_ns: int | None, *, several: bool = False) -> None:
+        """``lease_ns`` None: until another announcement. ``several``: see SEVERAL."""
         deadline_us = NEVER if lease_ns is None else (self.clock_ns() + lease_ns) // NS_PER_US
-        self.words[Word.ANNOUNCED] = deadline_us << UNIT_BITS | units if units else 0
+        word = deadline_us << UNIT_BITS | units | several * SEVERAL
+        self.words[Word.ANNOUNCED] = word if units else 0
 
     def announced(self) -> int:
         """The word itself."""
@@ -133,9 +136,10 @@ class Cell:
         """Units of the announcement in force: not served, not expired; else 0."""
         words = self.words
         while word := words[Word.ANNOUNCED]:
-            deadline_us = word >> UNIT_BITS
+            deadline_us = word >> UNIT_BITS & NEVER
             if deadline_us == NEVER or (
-                word != words[Word.SERVED] and deadline_us * NS_PER_US > self.clock_ns()
+                (word != words[Word.SERVED] or word >= SEVERAL)
+                and deadline_us * NS_PER_US > self.clock_ns()
             ):
                 return word & MAX_UNITS
             if word == words[Word.ANNOUNCED]:  # else it was renewed meanwhile

@@ -29,7 +29,7 @@ class CpuDriver:
     ) -> None:
         self._cores = sorted(cores)
         self.layout = Layout(len(self._cores), 1, min_prefill)
-        if not self.layout.most:
+        if not self.layout.parts:
             raise DriverError(f"{len(self._cores)} cores cannot be divided")
         self._set_num_threads = set_num_threads
         self._set_num_threads(len(self._cores))

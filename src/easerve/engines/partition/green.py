@@ -10,9 +10,7 @@ where it was captured, whatever the stream that it is launched in.
 
 import contextlib
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from easerve.engines.partition.cuda import (
@@ -23,11 +21,11 @@ from easerve.engines.partition.cuda import (
     Device,
     Resource,
 )
-from easerve.engines.partition.sides import DriverError
-from easerve.policy.partition import ALL, HALF, Indivisible, Layout
+from easerve.engines.partition.sides import DriverError, Undivided
+from easerve.policy.partition import Indivisible, Levels
 from easerve.types import Stage
 
-LEVELS = (8, 24, 48, 64)
+LEVELS = (8, 24, 40, 72)
 """SMs of the encoder's parts, and the largest part there can be. Few: torch keeps the memory of
 each stream apart, so that a process has the memory of a step once for every level.
 """
@@ -108,30 +106,6 @@ class _Switch:
 
 
 # Granules ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Levels(Layout):
-    """A layout in which only some parts have been made; a demand is rounded up to one of them.
-
-    ``levels``: SMs of the encoder's parts, rising. Prefill has the complement of each.
-    """
-
-    levels: tuple[int, ...] = ()
-
-    @property
-    def most(self) -> int:
-        return self.levels[-1]
-
-    def round(self, units: int) -> int:
-        """The level that is nearest to it, for HALF."""
-        if units == ALL:
-            return self.total
-        if units == HALF:
-            return min(self.levels, key=lambda level: abs(2 * level - self.total))
-        if not units:
-            return 0
-        return self.levels[min(bisect_left(self.levels, units), len(self.levels) - 1)]
 
 
 class Cut(NamedTuple):
@@ -331,15 +305,14 @@ class GreenDriver:
             self._made.close()
 
 
-class PriorityDriver:
-    """Divides nothing: the encoder's kernels are scheduled first where both engines wait for SMs.
+class PriorityDriver(Undivided):
+    """The encoder's kernels are scheduled first where both engines wait for SMs.
 
     Nothing is preempted (cuGreenCtxStreamCreate in cuda.h): a block that runs, runs to its end, and
     the kernels of a prefill step that were scheduled before are waited for. So the encoder gains
-    little beside long kernels, and nothing is promised. Between processes it takes MPS.
+    little beside long kernels, and nothing is promised. Streams of two processes are not compared;
+    between those it is the priority of MPS clients that counts (``mps.client_environment``).
     """
-
-    name = "priority"
 
     def __init__(
         self,
@@ -350,16 +323,13 @@ class PriorityDriver:
         on_switch: Callable[[Any], None] = _ignore,
         streams: Streams | None = None,
     ) -> None:
-        self.layout = Indivisible(num_sms)
+        super().__init__("priority", Indivisible(num_sms))
         streams = TorchStreams(index) if streams is None else streams
         self._switch = _Switch(streams, on_switch)
         self._home: Any = None
         if stage is Stage.ENCODE:
             self._home = streams.current()
             self._switch.to(streams.first())
-
-    def confine(self, stage: Stage, units: int) -> None:
-        """Nothing is to be done: the streams stay as they are."""
 
     def close(self) -> None:
         if self._home is not None:

@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from easerve.engines.partition.sides import DriverError
-from easerve.policy.partition import Indivisible
-from easerve.types import Stage
 
 CONTROL = "nvidia-cuda-mps-control"
 PIPES = "CUDA_MPS_PIPE_DIRECTORY"
@@ -31,6 +29,7 @@ LOGS = "CUDA_MPS_LOG_DIRECTORY"
 PARTITION = "CUDA_MPS_SM_PARTITION"
 PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+PRIORITY, BELOW_NORMAL = "CUDA_MPS_CLIENT_PRIORITY", "1"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 DEFAULT_PIPES = Path("/tmp/nvidia-mps")  # noqa: S108 (the driver's own)
 NUM_CONNECTIONS = 8
@@ -89,15 +88,22 @@ def daemon_environment(environment: Mapping[str, str], pipes: Path, logs: Path) 
 
 
 def client_environment(
-    environment: Mapping[str, str], pipes: Path, logs: Path, partition: str | None = None
+    environment: Mapping[str, str],
+    pipes: Path,
+    logs: Path,
+    partition: str | None = None,
+    *,
+    below_normal: bool = False,
 ) -> dict[str, str]:
     """Of an engine. A percentage of SMs would override a green context's, so there is none.
 
-    ``partition``: the one to be in, where the daemon hands out static ones.
+    ``partition``: the one to be in, where the daemon hands out static ones. ``below_normal``: its
+    kernels are scheduled after those of other clients (appendix-environment-variables.html).
     """
     hidden = (PERCENTAGE, PARTITION)
     kept = {name: value for name, value in environment.items() if name not in hidden}
     kept |= {PIPES: str(pipes), LOGS: str(logs), CONNECTIONS: str(NUM_CONNECTIONS)}
+    kept |= {PRIORITY: BELOW_NORMAL} if below_normal else {}
     return kept if partition is None else {**kept, PARTITION: partition}
 
 
@@ -198,22 +204,3 @@ def _refused(line: str, answer: str) -> DriverError:
         f"MPS: {line}: the daemon said {said!r}; static partitions take CUDA 13.1 and a daemon "
         "that was started with -S"
     )
-
-
-class MpsStaticDriver:
-    """Divides nothing any more: each engine is in a partition since CUDA started in it.
-
-    Its SMs cannot be changed per batch, nor lent to the other engine. ``num_sms``: of the
-    partition, which is all that CUDA shows its engine.
-    """
-
-    name = "mps-static"
-
-    def __init__(self, num_sms: int) -> None:
-        self.layout = Indivisible(num_sms)
-
-    def confine(self, stage: Stage, units: int) -> None:
-        """Nothing is to be done: the partition confines the process."""
-
-    def close(self) -> None:
-        pass

@@ -216,6 +216,11 @@ def prove(
         raise
 
 
+def decline(cell: Cell, stage: Stage) -> None:
+    """To be called by an engine that has no part to prove anything of: it will not come."""
+    _Meeting(cell, stage, time.sleep).say(_Say.ABSENT)
+
+
 class Gemm:
     """Work: products of square matrices, on the parts of a level, of which both are made here.
 

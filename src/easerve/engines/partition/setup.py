@@ -10,9 +10,11 @@ import msgspec
 
 from easerve.engines.partition.cell import Cell
 from easerve.engines.protocol import Division, Driven
+from easerve.policy.partition import Gate, Layout, Levels
 from easerve.types import Stage
 
 SETUP = "EASERVE_PARTITION"
+GATE = "gate"
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,8 +50,17 @@ def tell(setup: Setup, stage: Stage, driven: Driven) -> None:
 
 
 def division(setup: Setup, cell: Cell) -> Division:
-    """What both sides have said, and the counts of the cell."""
-    return Division(_told(setup, Stage.ENCODE), _told(setup, Stage.PREFILL), asdict(cell.state()))
+    """What both sides have said, and the counts of the cell; ``demanded`` as prefill rounds it."""
+    encode, prefill = _told(setup, Stage.ENCODE), _told(setup, Stage.PREFILL)
+    counts = asdict(cell.state())
+    counts["demanded"] = 0 if prefill is None else _layout(prefill).round(counts["demanded"])
+    return Division(encode, prefill, counts)
+
+
+def _layout(driven: Driven) -> Layout:
+    if driven.driver == GATE:
+        return Gate(driven.total)
+    return Levels(driven.total, levels=driven.parts)
 
 
 def _told(setup: Setup, stage: Stage) -> Driven | None:

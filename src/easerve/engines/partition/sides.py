@@ -17,7 +17,7 @@ from functools import cache
 from typing import Protocol
 
 from easerve.engines.partition.cell import CONFINES, FAILED, GATED, IDLE, Cell, Word
-from easerve.policy.partition import Gate, Hold, Layout
+from easerve.policy.partition import Gate, Hold, Layout, Levels
 from easerve.types import Stage
 
 LEASE_NS = 500_000_000
@@ -52,6 +52,19 @@ class Driver(Protocol):
     def close(self) -> None: ...
 
 
+class Undivided:
+    """A driver that confines nothing: something else does, or the two engines take turns."""
+
+    def __init__(self, name: str, layout: Layout) -> None:
+        self.name, self.layout = name, layout
+
+    def confine(self, stage: Stage, units: int) -> None:
+        """Nothing is to be done."""
+
+    def close(self) -> None:
+        pass
+
+
 class _Side:
     """``on_error`` hears once of a driver that failed; the engine goes on unconfined."""
 
@@ -75,6 +88,14 @@ class _Side:
         self._switches = Word.ENCODE_SWITCHES if encode else Word.PREFILL_SWITCHES
         self._switch_ns = Word.ENCODE_SWITCH_NS if encode else Word.PREFILL_SWITCH_NS
         self._cell.words[self._own] = GATED if isinstance(driver.layout, Gate) else CONFINES
+
+    def warm_up(self, work: Callable[[], None]) -> None:
+        """Do ``work`` once on every part, where parts are made rather than chosen."""
+        if isinstance(self._driver.layout, Levels):
+            for part in self._driver.layout.parts:
+                if self._confine(part):
+                    work()
+            self._confine(0)
 
     def _confine(self, units: int) -> bool:
         """False: the driver has failed at it."""

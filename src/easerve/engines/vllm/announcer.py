@@ -37,8 +37,9 @@ def header(demand: Demand) -> str:
 def parse(value: str) -> tuple[int, bool]:
     """Units, and whether they are standing. Raises ValueError."""
     number, _, rest = value.partition(" ")
-    units = int(number)
-    if not 0 <= units <= MAX_UNITS or rest not in ("", STANDING):
+    if not (number.isascii() and number.isdecimal()) or rest not in ("", STANDING):
+        raise ValueError(value)
+    if (units := int(number)) > MAX_UNITS:
         raise ValueError(value)
     return units, bool(rest)
 
@@ -61,7 +62,8 @@ class Announcer:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = dict(scope["headers"]).get(DEMAND.encode())
+        headers = scope["headers"] if scope["method"] == "POST" else ()
+        given = dict(headers).get(DEMAND.encode())
         try:
             demand = None if given is None else parse(given.decode("latin-1"))
         except ValueError:
@@ -99,7 +101,7 @@ class Announcer:
         """The most that an open request wants, or what stands."""
         units = max(self._open.values(), default=0)
         if units > self._standing:
-            self._cell.announce(units, LEASE_NS)
+            self._cell.announce(units, LEASE_NS, several=len(self._open) > 1)
         else:
             self._cell.announce(self._standing, None)
 

@@ -8,6 +8,7 @@ Local prefill runs eagerly: a CUDA graph stays on the SMs that it was captured o
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -31,7 +32,15 @@ class _CudaTools(DividedWorker):
 
 
 class CudaEncodeWorker(_CudaTools, EncodeWorker, Worker):
-    pass
+    def finish(self) -> None:
+        """Often it has, as a push waits for its embeddings."""
+        torch.cuda.current_stream().synchronize()
+
+    def warm_up(self) -> None:
+        """A cuBLAS workspace for the stream; vLLM has no dummy batch for an encoder alone."""
+        square = torch.zeros(1024, 1024, dtype=torch.bfloat16, device=self.device)
+        torch.mm(square, square)
+        torch.cuda.current_stream().synchronize()
 
 
 class _Pending(AsyncModelRunnerOutput):
@@ -47,5 +56,9 @@ class _Pending(AsyncModelRunnerOutput):
 
 
 class CudaPrefillWorker(_CudaTools, PrefillWorker, Worker):
+    def warm_up(self) -> None:
+        self.execute_dummy_batch()
+        torch.cuda.current_stream().synchronize()
+
     def pending(self, output: Any, side: PrefillSide) -> Any:
         return _Pending(output, side)

@@ -11,6 +11,11 @@ from easerve.engines.vllm.topology import Member
 from easerve.types import Stage
 
 MIDDLEWARE = "easerve.engines.vllm.announcer.Announcer"
+# Other ranks, other processes that announce, another worker, graphs that stay on the SMs they had.
+LEAVES = frozenset(
+    "--pipeline-parallel-size -pp --tensor-parallel-size -tp --data-parallel-size -dp "
+    "--api-server-count -asc --worker-cls --compilation-config -cc -O".split()
+)
 EAGER = {"cudagraph_mode": "NONE"}
 
 
@@ -26,6 +31,12 @@ def setup_of(
         raise ConfigError(
             "partition: of several encoders each needs cores of its own (encode.cores)"
         )
+    for argument in (*deployment.engine.extra_args, *member.section.extra_args):
+        if argument.partition("=")[0] in LEAVES:
+            raise ConfigError(
+                f"extra_args: {argument} does not go with the section partition: it would take "
+                f"{member.worker_id} out of its part of the device"
+            )
     encoder = member.beside[0] if member.beside else member.worker_id
     return Setup(
         cell=str(run_dir / f"{encoder}.cell"),

@@ -25,6 +25,7 @@ CUDA_ENCODER_CACHE_BYTES = GIB // 2  # 8192 tokens of 8192 values and what is be
 FP32_FACTOR = 2  # weights are stored in 16 bit
 GPU_SHARE = 0.9  # of a GPU that is divided; the rest is for CUDA contexts and graphs
 ENCODER_MARGIN = 1.1
+MAKES_PARTS = ("auto", "green-context")
 MEMINFO, CGROUPS = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
 
@@ -120,7 +121,8 @@ def _need(deployment: Deployment, member: Member, info: ModelInfo) -> _Need:
     if deployment.device == "cpu":
         return _Need(weights, 0, 0)
     activations, embeddings = CUDA_ACTIVATION_BYTES, 0
-    if deployment.partition is not None and (encodes or member.beside):
+    makes_parts = deployment.partition is not None and deployment.partition.driver in MAKES_PARTS
+    if makes_parts and (encodes or member.beside):
         # torch keeps the memory of each part's stream apart, and of the stream without a part.
         activations *= len(LEVELS) + 2
     if deployment.local_prefill is not None and encodes:

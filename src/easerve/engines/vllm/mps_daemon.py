@@ -5,22 +5,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from easerve.config import Deployment
+from easerve.config import ConfigError, Deployment
 from easerve.engines.partition import mps
 from easerve.engines.partition.facts import Facts
 from easerve.engines.partition.ladder import Choice
 from easerve.engines.vllm.launch import EngineSpec
+from easerve.engines.vllm.topology import members
 from easerve.types import Stage
 
-NEEDED_BY = ("green-context", "mps-static", "priority")
-STATIC = "mps-static"
+STATIC, PRIORITY = "mps-static", "priority"
+NEEDED_BY = ("green-context", STATIC, PRIORITY)
 
 
 @dataclass(frozen=True, slots=True)
 class MpsDaemon:
     """``argv``: of a daemon of our own, empty where one of ours runs already behind ``pipes``.
 
-    ``encode_sms``: of static partitions, None for half. ``uuids``: of the GPUs that engines name by
+    ``by_priority``: prefill's kernels come after the encoder's. ``encode_sms``: of static
+    partitions, None for half. ``uuids``: of the GPUs that engines name by
     number.
     """
 
@@ -28,6 +30,7 @@ class MpsDaemon:
     pipes: Path
     logs: Path
     static: bool
+    by_priority: bool
     encode_sms: int | None
     uuids: tuple[str, ...]
 
@@ -56,7 +59,10 @@ class MpsDaemon:
                     splits[spec.cell] = mps.Control(self.pipes).split(uuid, self.encode_sms)
                 split = splits[spec.cell]
                 partition = split.encode if spec.stage is Stage.ENCODE else split.prefill
-            client = mps.client_environment({}, self.pipes, self.logs, partition)
+            below_normal = self.by_priority and spec.stage is not Stage.ENCODE
+            client = mps.client_environment(
+                {}, self.pipes, self.logs, partition, below_normal=below_normal
+            )
             made.append(replace(spec, env={**spec.env, **client}))
         return made
 
@@ -76,4 +82,9 @@ def mps_daemon(
         argv = ("env", *unset, *mps.command(static=static))
         mps.daemon_environment(os.environ, pipes, log_dir)
     uuids = tuple(gpu.uuid for gpu in facts.gpus)
-    return MpsDaemon(argv, pipes, log_dir, static, deployment.policy.encode_units, uuids)
+    encoders = (each for each in members(deployment) if each.stage is Stage.ENCODE)
+    if (last := max(max(each.devices) for each in encoders)) >= len(uuids):
+        raise ConfigError(f"GPU {last} of encode is not there: CUDA sees {len(uuids)}")
+    by_priority = choice.rung == PRIORITY
+    encode_sms = deployment.policy.encode_units
+    return MpsDaemon(argv, pipes, log_dir, static, by_priority, encode_sms, uuids)

@@ -25,6 +25,9 @@ class DividedWorker:
     def attach(self, setup: Setup) -> None:
         raise NotImplementedError
 
+    def warm_up(self) -> None:
+        """Work on the part of the moment, so that the first real work there finds all it needs."""
+
     def compile_or_warm_up_model(self) -> Any:
         """vLLM calls this last before it serves."""
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
@@ -44,9 +47,9 @@ class EncodeWorker(DividedWorker):
 
     def attach(self, setup: Setup) -> None:
         self.side = attach_encode(setup, self.tools())
+        self.side.warm_up(self.warm_up)
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """The embeddings have been pushed when this returns, so the forward has ended."""
         run = super().execute_model  # type: ignore[misc]
         if self.side is None or not scheduler_output.scheduled_encoder_inputs:
             return run(scheduler_output)
@@ -54,7 +57,11 @@ class EncodeWorker(DividedWorker):
         try:
             return run(scheduler_output)
         finally:
+            self.finish()
             self.side.end()
+
+    def finish(self) -> None:
+        """Wait until what was submitted has run."""
 
 
 class PrefillWorker(DividedWorker):
@@ -62,6 +69,7 @@ class PrefillWorker(DividedWorker):
 
     def attach(self, setup: Setup) -> None:
         self.side = attach_prefill(setup, self.tools())
+        self.side.warm_up(self.warm_up)
 
     def execute_model(self, scheduler_output: Any) -> Any:
         run = super().execute_model  # type: ignore[misc]
