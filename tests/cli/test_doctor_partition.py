@@ -254,6 +254,7 @@ def test_a_profile_of_this_device_is_found(machine: Machine) -> None:
     [
         ({"device": "another CPU"}, "device another CPU, here a CPU"),
         ({"vllm": "0.32.1"}, "vllm 0.32.1, here 0.32.0"),
+        ({"units": 4}, "units 4, here 8"),
         ({"units": 0}, "key.units"),
     ],
 )

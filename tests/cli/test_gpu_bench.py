@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,14 +14,38 @@ from easerve.bench.report import Table
 from easerve.cli import gpu_bench, gpu_shown, gpu_steps
 from easerve.config import ConfigError
 from easerve.engines.partition.contention import CASES, Row
-from easerve.engines.partition.cuda import Cuda
+from easerve.engines.partition.facts import Facts, Gpu
 from easerve.engines.partition.sides import DriverError
 from easerve.engines.partition.sweep import Runs
 from easerve.sim.device import Sharing
 
+FACTS = Facts(cpu="A CPU", cores=(0,), features=(), environment={}, shm=True, uid=0)
 STEPS = """
-import json, os, subprocess, sys, time
+import json, os, signal, subprocess, sys, time
 name = sys.argv[1]
+
+def left(text):
+    open(os.environ["LEFT"], "w").write(str(text))
+
+if name == "stubborn":
+    signal.signal(signal.SIGTERM, lambda *_: left("asked"))
+    left("hangs")
+    while True:
+        time.sleep(60)
+elif name == "late":
+    from easerve.cli import gpu_steps
+
+    def late(found):
+        try:
+            yield {"seen": 1}
+            left("hangs")
+            time.sleep(60)
+        finally:
+            left("cleaned up")
+
+    gpu_steps.STEPS = {"late": late}
+    gpu_steps.main(["late"])
+
 found = json.load(sys.stdin)
 if name == "card":
     print(json.dumps({"driver": "580.1"}))
@@ -41,7 +66,7 @@ elif name == "surface":
                 "seconds": seconds}), flush=True)
     print('{"batch": 4, ', end="", flush=True)
     child = subprocess.Popen(["sleep", "60"])
-    open(os.environ["LEFT"], "w").write(str(child.pid))
+    left(child.pid)
     time.sleep(60)
 elif name == "contention":
     assert found["surface"][0]["batch"] == 1, found
@@ -53,8 +78,8 @@ elif name == "contention":
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that seems to have one."""
-    monkeypatch.setattr(Cuda, "__init__", lambda _: None)
-    monkeypatch.setattr(Cuda, "num_devices", lambda _: 1)
+    card = Gpu("card", "GPU-1", (9, 0), 132)
+    monkeypatch.setattr(gpu_bench, "gather", lambda _: replace(FACTS, gpus=(card,)))
     monkeypatch.setattr("importlib.util.find_spec", lambda _: True)
 
 
@@ -85,27 +110,20 @@ def row(case: str = "gate", step: str = "fine", share: float = 0.9, fit: float =
     return Row(case, step, 2, 5.0, 9.0, 1.0, 2.0, 0.5, fit, 0.0, 400.0, share, (5.0, 9.0))
 
 
-def test_without_a_gpu_it_says_so_at_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize("error", ["there is no CUDA driver", ""])
+def test_without_a_gpu_it_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: str,
+    as_json: bool,
 ) -> None:
-    def refuse(_: Cuda) -> None:
-        raise DriverError("there is no CUDA driver")
-
-    monkeypatch.setattr(Cuda, "__init__", refuse)
-    begin = time.monotonic()
-    assert gpu_bench.run(True, None, False) == 1
-    assert time.monotonic() - begin < 1
+    monkeypatch.setattr(gpu_bench, "gather", lambda _: replace(FACTS, error=error))
+    assert gpu_bench.run(as_json, None, False) == 1
     out, err = capsys.readouterr()
-    assert out == ""
-    assert err == "easerve: no GPU: there is no CUDA driver (--simulate needs none)\n"
-
-
-def test_a_driver_without_a_device_is_no_gpu(
-    gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(Cuda, "num_devices", lambda _: 0)
-    assert gpu_bench.run(False, None, False) == 1
-    assert "no GPU: the driver sees none" in capsys.readouterr().err
+    said = f"no GPU: {error or 'the driver sees none'} (--simulate needs none)"
+    assert err == f"easerve: {said}\n"
+    assert out == (json.dumps({"error": said}) + "\n" if as_json else "")
 
 
 def test_torch_is_asked_for(
@@ -177,6 +195,16 @@ def test_what_a_step_has_started_ends_with_it(gpu: None, steps: Path) -> None:
     while _runs(int(steps.read_text())) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not _runs(int(steps.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "records"), [("late", "cleaned up", [{"seen": 1}]), ("stubborn", "asked", [])]
+)
+def test_a_step_that_is_late_is_asked_to_end_before_it_is_killed(
+    steps: Path, name: str, said: str, records: list[gpu_steps.Record]
+) -> None:
+    assert gpu_bench.step(name, {}, 20.0) == (records, "killed after 20 s")
+    assert said in {each.read_text() for each in (steps, steps.with_name("left")) if each.exists()}
 
 
 def _runs(pid: int) -> bool:

@@ -151,18 +151,19 @@ class StandIn:
 
 
 @pytest.mark.parametrize(
-    ("granule", "most", "expected"),
+    ("parts", "expected"),
     [
-        (1, 1, [1]),
-        (1, 3, [1, 2, 3]),
-        (8, 128, [8 * number for number in range(1, 17)]),
-        (1, 63, [4, 8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 52, 56, 60, 63]),
+        ((), []),
+        ((1,), [1]),
+        ((8, 24, 40, 72), [8, 24, 40, 72]),
+        (range(8, 129, 8), [8 * number for number in range(1, 17)]),
+        (range(1, 64), [4, 8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 52, 56, 60, 63]),
     ],
 )
-def test_levels_are_whole_granules_up_to_the_most(
-    granule: int, most: int, expected: list[int]
+def test_levels_are_parts_that_there_are_up_to_the_largest(
+    parts: Sequence[int], expected: list[int]
 ) -> None:
-    assert levels(granule, most) == expected
+    assert levels(parts) == expected
 
 
 async def test_every_level_is_measured_alone_and_beside_prefill() -> None:
@@ -193,12 +194,12 @@ async def test_a_device_that_is_not_divided_is_measured_alone() -> None:
 
 
 class StandInEngine:
-    """Both engines of a device. ``units``: that a forward gets, if not those of the demand."""
+    """Both engines of a device. ``units``: that the first forwards get, as many as ``wrong``."""
 
     max_batch_tokens = 100
 
-    def __init__(self, units: int | None = None, failed: bool = False) -> None:
-        self.units, self.failed = units, failed
+    def __init__(self, units: int = 0, wrong: int = 0, failed: bool = False) -> None:
+        self.units, self.wrong, self.failed = units, wrong, failed
         self.demands: list[Demand] = []
         self.keys: list[str] = []
         self.prompts: list[Sequence[int]] = []
@@ -210,7 +211,8 @@ class StandInEngine:
         self.keys += [call.media.key for call in calls]
         units = 4 if demand.units == ALL else demand.units
         self.counts["forwards"] += 1
-        self.counts |= {"encode_units": self.units or units, "encode_s": 0.001 * len(calls)}
+        units = self.units if self.counts["forwards"] <= self.wrong else units
+        self.counts |= {"encode_units": units, "encode_s": 0.001 * len(calls)}
         return Encoded()
 
     async def division(self) -> Division | None:
@@ -226,7 +228,7 @@ class StandInEngine:
 
 
 def bench_on(engine: StandInEngine) -> EnginesBench:
-    driven = Driven("cpu", "", total=4, granule=1, most=3)
+    driven = Driven("cpu", "", 4, (1, 2, 3))
     both = cast(Engine, engine)
     return EnginesBench(both, both, driven, Item("data:", 3, 25), [7, 8, 9], 64)
 
@@ -245,13 +247,21 @@ async def test_a_forward_is_timed_by_its_engine() -> None:
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
-        (StandInEngine(units=1), "a call of 1 items on 2 units was 1 forwards, the last on 1"),
+        (StandInEngine(1, 2), "a call of 1 items on 2 units was 1 forwards, the last on 1 units"),
         (StandInEngine(failed=True), "the device is not divided any more"),
     ],
 )
 async def test_a_forward_on_other_units_is_an_error(engine: StandInEngine, message: str) -> None:
     with pytest.raises(EngineError, match=message):
         await bench_on(engine).encode(2, 1)
+
+
+async def test_a_forward_that_did_not_get_its_units_is_measured_once_more() -> None:
+    engine = StandInEngine(1, 1)
+    sample = await bench_on(engine).encode(2, 3)
+    assert (sample.forward_s, sample.late) == (0.003, False)
+    assert [demand.units for demand in engine.demands] == [2, 2]
+    assert len(set(engine.keys)) == 6
 
 
 async def test_prefill_is_busy_with_texts_that_no_cache_knows() -> None:
@@ -289,8 +299,13 @@ def test_batches_that_a_call_does_not_hold_are_left_out() -> None:
 def test_units_are_those_that_the_driver_can_give() -> None:
     bench = bench_on(StandInEngine())
     assert profile.plan_of(asked([1], [3, 1]), bench, Console()).levels == [1, 3]
-    with pytest.raises(ConfigError, match="--units: 4 is not a multiple of 1 up to 3"):
+    said = "--units: 4 is no part that cpu can give an encoder here: 1, 2, 3"
+    with pytest.raises(ConfigError, match=said):
         profile.plan_of(asked([1], [1, 4]), bench, Console())
+    bench.driven = Driven("gate", "one core", 1, ())
+    assert profile.plan_of(asked([1]), bench, Console()).levels == []
+    with pytest.raises(ConfigError, match="gate can give an encoder here: none"):
+        profile.plan_of(asked([1], [1]), bench, Console())
 
 
 async def measured() -> Profile:

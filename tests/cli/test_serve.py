@@ -395,8 +395,8 @@ def test_a_driver_that_is_not_for_the_device_is_refused(
     assert_refused(easerve("serve", path, "--dry-run"), "partition.driver priority is not for")
 
 
-CORES = Driven("cpu", "cores by affinity", 4, 1, 3)
-GATE = Driven("gate", "cpu: one core", 1, 1, 0)
+CORES = Driven("cpu", "cores by affinity", 4, (1, 2, 3))
+GATE = Driven("gate", "cpu: one core", 1, ())
 
 
 @pytest.mark.parametrize(

@@ -7,18 +7,22 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from easerve.cli import deploy
+from easerve.cli import deploy, divide
 from easerve.cli.deploy import Service, service
+from easerve.cli.serve import _serve
 from easerve.cluster import restarts
 from easerve.cluster.local import make_folders
 from easerve.config import Deployment
-from easerve.engines.partition.cell import PAGE_BYTES
+from easerve.engines.partition.cell import IDLE, PAGE_BYTES, Cell, State
+from easerve.engines.partition.facts import Facts
+from easerve.engines.protocol import Division, Driven
 from easerve.engines.vllm import launch
 from easerve.types import Stage, WorkerId
 
@@ -26,6 +30,7 @@ from ..processes import is_alive, wait_until
 
 ROOT = Path(__file__).parents[2]
 LOCAL, ALL = "local-prefill-0", ["encode-0", "local-prefill-0", "prefill-0", "decode-0"]
+NO_COUNTS: dict[str, Any] = {each.name: 0 for each in fields(State)}
 Exits = list[tuple[WorkerId, int, float | None]]
 Serve = Callable[..., AbstractAsyncContextManager[Service]]
 
@@ -34,6 +39,7 @@ class Connected:
     """In place of VllmEngine: what it is made of, and whether somebody listens."""
 
     made: list["Connected"]
+    divided: Division | None = None
 
     def __init__(
         self,
@@ -63,10 +69,11 @@ class Connected:
         with socket.socket(socket.AF_UNIX) as client:
             return client.connect_ex(str(self.socket)) == 0
 
-    async def division(self) -> None:
+    async def division(self) -> Division | None:
         """Of an encoder, once a second."""
         assert self.stage is Stage.ENCODE
         self.num_asked += 1
+        return self.divided
 
     async def close(self) -> None:
         self.closed = True
@@ -79,9 +86,10 @@ def exits() -> Exits:
 
 
 @pytest.fixture
-def serve(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exits: Exits
-) -> Iterator[Serve]:
+def make(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Deployment]]:
+    """A deployment of local prefill; nothing of it is left at the end."""
     monkeypatch.setattr(Connected, "made", [], raising=False)
     monkeypatch.setattr(deploy, "VllmEngine", Connected)
     monkeypatch.setattr(deploy, "make_folders", partial(make_folders, tmp_path / "logs"))
@@ -96,16 +104,20 @@ def serve(
         "policy": {"remote_share": 0.5},
     }
 
-    def start(**more: Any) -> AbstractAsyncContextManager[Service]:
-        made = Deployment.model_validate(content | more)
-        return service(made, lambda *_: None, lambda *exit: exits.append(exit))
-
     with tempfile.TemporaryDirectory(
         prefix="ea-", dir="/tmp"
     ) as folder:  # a socket's path is short
         monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
-        yield start
+        yield lambda **more: Deployment.model_validate(content | more)
         assert not list(Path(folder).iterdir())
+
+
+@pytest.fixture
+def serve(make: Callable[..., Deployment], exits: Exits) -> Serve:
+    def start(**more: Any) -> AbstractAsyncContextManager[Service]:
+        return service(make(**more), lambda *_: None, lambda *exit: exits.append(exit))
+
+    return start
 
 
 async def until(holds: Callable[[], object]) -> None:
@@ -149,6 +161,39 @@ async def test_two_engines_of_a_device_have_a_page_before_they_start(serve: Serv
         (page,) = running.cluster.folders.run.glob("*.cell")
         assert page.read_bytes() == bytes(PAGE_BYTES)
         assert {spec.cell for spec in running.cluster.specs} == {page, None}
+
+
+async def test_what_a_local_prefill_that_was_killed_held_is_given_back(serve: Serve) -> None:
+    async with serve(partition={"driver": "gate"}) as running:
+        cell = Cell(next(running.cluster.folders.run.glob("*.cell")))
+        cell.hold(0)
+        await kill(running, LOCAL)
+        await until(lambda: cell.left() == IDLE)
+        cell.close()
+
+
+async def test_the_server_says_why_devices_are_not_divided_better(
+    make: Callable[..., Deployment],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    gate = Driven("gate", "one core", 1, ())
+    monkeypatch.setattr(Connected, "divided", Division(gate, gate, NO_COUNTS))
+    facts = Facts("A CPU", (0,), (), {}, shm=True, uid=0)
+    monkeypatch.setattr(divide, "facts_of", lambda _: facts)
+    running = asyncio.create_task(_serve(make(partition={}), None))
+    said: list[str] = []
+
+    def is_said(text: str) -> bool:
+        said.append(capsys.readouterr().err)
+        return text in "".join(said)
+
+    divided = "encode-0: device divided by gate (one core): 1 units\n"
+    await until(lambda: running.done() or is_said(divided))
+    assert not running.done(), running
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await running == 0
+    assert "\npartition: not by cpu: a single core cannot be divided\n" in "".join(said)
 
 
 async def test_no_two_deployments_have_the_same_secret(serve: Serve) -> None:

@@ -1,5 +1,6 @@
 """A cluster whose engines are clients of an MPS daemon, which is a process of a few lines here."""
 
+import asyncio
 import os
 import signal
 import sys
@@ -15,7 +16,7 @@ from easerve.engines.partition.sides import DriverError
 from easerve.engines.vllm.mps_daemon import MpsDaemon
 from easerve.types import WorkerId
 
-from ..processes import is_alive, wait_until
+from ..processes import is_alive
 from . import dummies
 
 LISTENS = """
@@ -37,7 +38,15 @@ async def make(folders: Folders) -> AsyncIterator[Make]:
 
     def make(script: str, exits: list[tuple[WorkerId, int]]) -> LocalCluster:
         pipes = folders.run / "mps"
-        daemon = MpsDaemon((sys.executable, "-c", script), pipes, folders.logs, False, None, ())
+        daemon = MpsDaemon(
+            (sys.executable, "-c", script),
+            pipes,
+            folders.logs,
+            static=False,
+            by_priority=False,
+            encode_sms=None,
+            uuids=(),
+        )
         first, second = dummies.engine_specs(folders, "", "")
         specs = [replace(first, cell=folders.run / "cell"), second]
         cluster = LocalCluster(folders, specs, None, lambda *exit: exits.append(exit), daemon)
@@ -47,6 +56,12 @@ async def make(folders: Folders) -> AsyncIterator[Make]:
     yield make
     for cluster in made:
         await cluster.stop(grace_s=0)
+
+
+async def until(holds: Callable[[], object]) -> None:
+    async with asyncio.timeout(5):
+        while not holds():  # noqa: ASYNC110 (what is waited for has no event)
+            await asyncio.sleep(0.01)
 
 
 def daemon_of(folders: Folders) -> int:
@@ -96,8 +111,23 @@ async def test_the_end_of_the_daemon_is_no_engines(make: Make, folders: Folders)
     exits: list[tuple[WorkerId, int]] = []
     cluster = make(LISTENS, exits)
     await cluster.start(dummies.healthy, 5)
-    daemon = daemon_of(folders)
-    os.kill(daemon, signal.SIGKILL)
-    wait_until(lambda: not is_alive(daemon))
+    pids = [cluster.pids[spec.worker_id] for spec in cluster.specs]
+    os.kill(daemon_of(folders), signal.SIGKILL)
+    await until(lambda: exits)
+    assert all(map(is_alive, pids))
     await cluster.stop()
-    assert exits == []
+    assert exits == [("mps", -9)]
+
+
+async def test_no_engine_is_started_again_without_the_daemon(make: Make, folders: Folders) -> None:
+    exits: list[tuple[WorkerId, int]] = []
+    cluster = make(LISTENS, exits)
+    await cluster.start(dummies.healthy, 5)
+    before = cluster.can_start
+    client = cluster.specs[0].worker_id
+    for pid in (daemon_of(folders), cluster.pids[client]):
+        os.kill(pid, signal.SIGKILL)
+    await until(lambda: len(exits) == 2)
+    assert (before, cluster.can_start) == (True, False)
+    with pytest.raises(EngineStartError, match=f"{client} cannot be started again"):
+        await cluster.restart(client, dummies.healthy, 5)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from easerve.cluster.supervisor import FORK_SERVER, LOCK, make_run_dir, sweep
+from easerve.cluster.supervisor import FORK_SERVER, LOCK, MPS, make_run_dir, sweep
 from easerve.peer import Peer
 
 from ..processes import is_alive, wait_until
@@ -55,18 +55,22 @@ class Orders:
     def log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
 
-    def start(self, name: str, words: str = "", fork: bool = False) -> int:
-        """Order an engine and wait until it listens; its pid."""
-        address = str(self.run_dir / f"{name}.sock")
-        python = [] if fork else [sys.executable, "-m", dummies.ENTRY]
-        argv = [*python, address, *words.split()]
+    def run(self, name: str, *argv: str, fork: bool = False) -> int:
+        """Order a program; its pid."""
         log = str(self.log(name))
         self.give(op="start", name=name, argv=argv, env=dummies.ENV, log=log, fork=fork)
         started = self.hear()
         assert started["started"] == name
+        return int(started["pid"])
+
+    def start(self, name: str, words: str = "", fork: bool = False) -> int:
+        """Order an engine and wait until it listens; its pid."""
+        address = str(self.run_dir / f"{name}.sock")
+        python = [] if fork else [sys.executable, "-m", dummies.ENTRY]
+        pid = self.run(name, *python, address, *words.split(), fork=fork)
         if not {"exit", "silent"} & set(words.split()):
             wait_until(lambda: Path(address).exists())
-        return int(started["pid"])
+        return pid
 
     def start_fork_server(self, *words: str) -> int:
         spec = dummies.fork_server(*words)
@@ -171,6 +175,15 @@ def test_stop_ends_engines_in_their_own_time(orders: Orders) -> None:
     orders.assert_ended(*pids)
 
 
+def test_the_mps_daemon_ends_after_the_engines(orders: Orders) -> None:
+    daemon = orders.run(MPS, "sleep", "60")
+    first, last = orders.start("decode-0"), orders.start("decode-1", "stubborn")
+    orders.give(op="stop", grace_s=0.5)
+    wait_until(lambda: not is_alive(first))
+    assert is_alive(daemon)
+    orders.assert_ended(daemon, first, last)
+
+
 @pytest.mark.parametrize("how", ["stop", "close", "SIGTERM", "nonsense"])
 def test_nothing_survives_its_end_however_it_comes(orders: Orders, how: str) -> None:
     """Not even what ignores SIGTERM and what hides in other sessions."""
@@ -241,6 +254,12 @@ def test_engines_of_a_killed_supervisor_are_killed_by_the_kernel(orders: Orders)
     pids += dummies.pids_in(orders.log("decode-1"))
     orders.process.kill()
     wait_until(lambda: not any(is_alive(pid) for pid in pids))
+
+
+def test_any_program_of_a_killed_supervisor_is_killed_by_the_kernel(orders: Orders) -> None:
+    pid = orders.run(MPS, "sleep", "60")
+    orders.process.kill()
+    wait_until(lambda: not is_alive(pid))
 
 
 # Fork server ----------------------------------------------------------------------------------

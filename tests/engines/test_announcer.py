@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from easerve.engines.partition.cell import Cell
+from easerve.engines.partition.cell import Cell, Word
 from easerve.engines.partition.setup import Setup, tell
 from easerve.engines.partition.sides import LEASE_NS
 from easerve.engines.protocol import Driven
@@ -46,7 +46,11 @@ class Device:
         return self.cell.demanded()
 
     async def request(
-        self, demand: str | None = None, path: str = "/v1", kind: str = "http"
+        self,
+        demand: str | None = None,
+        path: str = "/v1",
+        kind: str = "http",
+        method: str = "POST",
     ) -> None:
         async def receive() -> dict[str, Any]:
             assert self.seen, "the body is the app's to read"
@@ -59,6 +63,7 @@ class Device:
         if demand is not None:
             headers.append((DEMAND.encode(), demand.encode()))
         scope = {"type": kind, "path": path, "headers": headers}
+        scope |= {"method": method} if kind == "http" else {}
         await self.announcer(scope, receive, send)
 
     @property
@@ -122,7 +127,11 @@ def test_a_header_is_read_as_it_was_meant(units: int, standing: bool) -> None:
         "",
         "x",
         "-1",
+        "+1",
+        " 1",
+        "1_0",
         "4096",
+        "9" * 5000,
         "1.5",
         "24 sitting",
         "24  standing",
@@ -143,6 +152,11 @@ async def test_what_is_no_demand_is_refused_before_the_app_hears_of_it(
     assert device.demanded == 3
 
 
+def test_digits_of_other_scripts_are_no_number() -> None:
+    with pytest.raises(ValueError, match="\u0662\u0664"):
+        parse("\u0662\u0664")
+
+
 # While a request is open --------------------------------------------------------------------------
 
 
@@ -158,6 +172,15 @@ async def test_a_demand_is_announced_before_the_body_is_read_and_gone_with_the_a
 async def test_what_is_no_request_passes_through(device: Device, kind: str) -> None:
     await device.request("24", kind=kind)
     assert (device.seen, device.sent) == ([0], ["answer"])
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "DELETE"])
+@pytest.mark.parametrize("demand", ["24", "24 standing", "nothing"])
+async def test_only_a_post_announces(device: Device, method: str, demand: str) -> None:
+    await device.request("5 standing")
+    await device.request(demand, method=method)
+    assert (device.seen, device.sent) == ([5, 5], ["answer"] * 2)
+    assert device.demanded == 5
 
 
 @pytest.mark.parametrize(("before", "after"), [("0", 0), ("5 standing", 5)])
@@ -221,6 +244,20 @@ async def test_what_is_announced_anew_has_not_been_served(device: Device, held: 
         await held.end(name, task)
 
 
+async def test_a_forward_does_not_end_what_several_open_requests_want(
+    device: Device, held: Held
+) -> None:
+    first, second = await held.open("first", "8"), await held.open("second", "8")
+    device.cell.serve(device.cell.announced())
+    assert device.demanded == 8, "of the other one"
+    await held.end("first", first)
+    assert device.demanded == 8
+    device.cell.serve(device.cell.announced())
+    assert device.demanded == 0, "prefill need not wait for the answer"
+    await held.end("second", second)
+    assert device.cell.announced() == 0
+
+
 # Leases -------------------------------------------------------------------------------------------
 
 
@@ -261,6 +298,33 @@ async def test_an_encoder_that_dies_gives_everything_back(device: Device, held: 
     await held.end("a", task)
 
 
+async def until_demanded(device: Device, units: int) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while device.demanded != units:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+async def test_units_are_not_held_for_a_worker_that_hangs(
+    device: Device, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(announcer, "RENEW_S", 0.002)
+    monkeypatch.setattr(announcer, "STUCK_S", 0.03)
+    first = await held.open("first", "24")
+    await until_demanded(device, 0)
+    second = await held.open("second", "40")
+    assert device.demanded == 40, "it may hang no more"
+    await until_demanded(device, 0)
+    device.cell.add(Word.ENCODE_FORWARDS)
+    await until_demanded(device, 40)
+    await until_demanded(device, 0)
+    await held.end("first", first)
+    await held.end("second", second)
+    await asyncio.sleep(0.01)
+    third = await held.open("third", "8")
+    assert device.demanded == 8, "nothing has hung since then"
+    await held.end("third", third)
+
+
 # Standing -----------------------------------------------------------------------------------------
 
 
@@ -294,13 +358,13 @@ async def test_what_stands_is_announced_as_such_beside_smaller_demands(
 
 
 async def test_how_the_device_is_divided_is_told(device: Device) -> None:
-    driven = Driven("cpu", "for a test", 4, 1, 3)
-    tell(device.setup, Stage.ENCODE, driven)
-    device.cell.announce(3, None)
-    await device.request(path=PARTITION)
-    counts = asdict(device.cell.state())
-    assert counts["demanded"] == 3
-    assert device.answer == (200, {"encode": asdict(driven), "prefill": None, "counts": counts})
+    driven = Driven("cpu", "for a test", 4, (1, 2, 3))
+    tell(device.setup, Stage.PREFILL, driven)
+    device.cell.announce(4, None)
+    await device.request(path=PARTITION, method="GET")
+    counts = asdict(device.cell.state()) | {"demanded": 3}
+    said = asdict(driven) | {"parts": [1, 2, 3]}
+    assert device.answer == (200, {"encode": None, "prefill": said, "counts": counts})
     assert device.seen == []
 
 
@@ -308,6 +372,7 @@ async def test_how_the_device_is_divided_is_told(device: Device) -> None:
 async def test_what_stands_is_said_there_without_a_call(
     device: Device, demand: str, stands: int
 ) -> None:
+    tell(device.setup, Stage.PREFILL, Driven("green-context", "for a test", 132, (8, 24)))
     await device.request("5 standing")
     device.seen.clear()
     device.sent.clear()

@@ -20,7 +20,7 @@ from .stand_in import StandIn, breaks_off, fails, replies, stand_in
 
 CALLS = [EncodeCall(Media("k0", "image_url", "data:0"), 32, (WorkerId("prefill-0"),))]
 COUNTS: dict[str, Any] = {field.name: 0 for field in fields(State)}
-DRIVEN = Driven("cpu", "4 cores", 4, 1, 3)
+DRIVEN = Driven("cpu", "4 cores", 4, (1, 2, 3))
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """What the launch of engines that divide a device has more than that of others."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,11 @@ CPU = Choice("cpu", "cores for each batch by affinity", True)
 GREEN = Choice("green-context", "SMs for each batch", True)
 RUNGS = {"cpu": CPU, "cuda": GREEN}
 CLASSES = "easerve.engines.vllm."
+
+
+@pytest.fixture(autouse=True)
+def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
 
 
 def launches(choice: Choice | None, device: str = "cpu", **content: Any) -> dict[str, EngineSpec]:
@@ -84,9 +90,11 @@ def test_waiting_threads_of_divided_cores_do_not_spin() -> None:
 
 def test_engines_are_told_what_the_section_says() -> None:
     section = {"min_prefill_units": 2, "hold_s": 0.25, "patience_s": 0.5}
-    setup = setups(launches(CPU, partition=section, encode={"cores": [[0, 2]]}))["local-prefill-0"]
+    setup = setups(launches(CPU, partition=section, encode={"cores": [[0, 2, 4]]}))[
+        "local-prefill-0"
+    ]
     assert (setup.min_prefill, setup.hold_s, setup.patience_s) == (2, 0.25, 0.5)
-    assert setup.cores == (0, 2)
+    assert setup.cores == (0, 2, 4)
     assert setups(launches(CPU))["encode-0"].cores == ()
 
 
@@ -111,9 +119,34 @@ def test_where_nothing_is_divided_the_launch_is_the_usual_one(
 
 
 def test_options_of_the_file_come_after_ours() -> None:
-    own = ["--worker-cls", "mine.Worker"]
+    own = ["--max-num-seqs", "7"]
     encoder = launches(CPU, encode={"extra_args": own})["encode-0"]
     assert encoder.argv[-2:] == (*own,)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        ["--worker-cls", "mine.Worker"],
+        ["-tp", "2"],
+        ["--tensor_parallel_size=2"],
+        ["--data-parallel-size", "2"],
+        ["--api-server-count=2"],
+        ["-cc.cudagraph_mode=FULL"],
+        ["--compilation-config.cudagraph_mode", "FULL"],
+        ["-O3"],
+        ["--optimization-level", "3"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("section", ["engine", "encode", "local_prefill"])
+def test_options_that_take_an_engine_out_of_its_part_are_refused(
+    section: str, own: list[str]
+) -> None:
+    content: dict[str, Any] = {section: {"extra_args": ["--max-num-seqs", "7", *own]}}
+    with pytest.raises(ConfigError, match=f"extra_args: {own[0]} does not go with .* partition"):
+        launches(CPU, **content)
+    launches(CPU, partition=None, **content)
 
 
 # Several devices ----------------------------------------------------------------------------------
@@ -140,6 +173,17 @@ def test_several_encoders_that_share_all_cores_cannot_divide_them() -> None:
     with pytest.raises(ConfigError, match=r"partition: .*encode.cores"):
         launches(CPU, encode=encode)
     launches(CPU, encode=encode, partition=None)
+
+
+def test_prefill_may_not_keep_every_core() -> None:
+    keeps = {"min_prefill_units": 4}
+    with pytest.raises(ConfigError, match="min_prefill_units: 4 of 4 cores leave encode none"):
+        launches(CPU, partition=keeps)
+    with pytest.raises(ConfigError, match="min_prefill_units: 1 of 1 cores"):
+        launches(CPU, encode={"cores": [[0]]})
+    assert setups(launches(CPU, partition=keeps, encode={"cores": [[0, 1, 2, 3, 4]]}))
+    assert setups(launches(GREEN, "cuda", partition=keeps))
+    assert setups(launches(replace(CPU, rung="gate"), partition=keeps))
 
 
 def test_another_start_is_on_the_same_page() -> None:

@@ -197,15 +197,27 @@ def test_an_encoder_on_two_gpus_takes_half_of_itself_on_each() -> None:
     check(list(rows.values()))
 
 
-def test_engines_that_divide_a_gpu_keep_activations_for_every_part() -> None:
+@pytest.mark.parametrize(
+    ("driver", "num_streams"),
+    [
+        ("auto", len(LEVELS) + 2),
+        ("green-context", len(LEVELS) + 2),
+        ("mps-static", 1),
+        ("priority", 1),
+        ("gate", 1),
+    ],
+)
+def test_engines_with_parts_of_a_gpu_keep_activations_for_every_one(
+    driver: str, num_streams: int
+) -> None:
     """The streams of the parts, and the one that an engine has without a part."""
     small = replace(INFO, language_bytes=4 * GIB)
     undivided, divided = (
-        rows_of(beside({}, {}, **more), small) for more in ({}, {"partition": {}})
+        rows_of(beside({}, {}, **more), small) for more in ({}, {"partition": {"driver": driver}})
     )
     for worker_id in ("encode-0", "local-prefill-0"):
         times = divided[worker_id].activations / undivided[worker_id].activations
-        assert times == len(LEVELS) + 2
+        assert times == num_streams
     assert divided["prefill-0"].activations == undivided["prefill-0"].activations
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from easerve.config import build
+from easerve.config import ConfigError, build
 from easerve.engines.partition import mps
 from easerve.engines.partition.facts import Facts, Gpu, Mps
 from easerve.engines.partition.ladder import Choice
@@ -22,8 +22,15 @@ RUNNING = replace(NONE_YET, alive=True, static=False)
 RUN, LOGS = Path("/run/x"), Path("/log/x")
 
 
-def daemon(rung: str, running: Mps = NONE_YET, run: Path = RUN, **policy: Any) -> MpsDaemon | None:
+def daemon(
+    rung: str,
+    running: Mps = NONE_YET,
+    run: Path = RUN,
+    encode: dict[str, Any] | None = None,
+    **policy: Any,
+) -> MpsDaemon | None:
     content = {"model": "m", "device": "cuda", "local_prefill": {}, "partition": {}}
+    content |= {} if encode is None else {"encode": encode}
     facts = Facts("a CPU", (0,), (), {}, shm=True, uid=0, gpus=GPUS, mps=running)
     deployment = build(content | {"policy": policy}, "test")
     return mps_daemon(deployment, facts, Choice(rung, "", True), run, LOGS)
@@ -69,6 +76,15 @@ def test_a_folder_that_is_too_long_for_its_socket_is_an_error() -> None:
         daemon("green-context", run=Path("/" + "x" * 100))
 
 
+@pytest.mark.parametrize(
+    "encode", [{"devices": [[2]]}, {"devices": [[0], [2]], "replicas": 2}, {"replicas": 3}], ids=str
+)
+def test_an_encoder_on_a_gpu_that_is_not_there_is_an_error(encode: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="GPU 2 of encode is not there: CUDA sees 2"):
+        daemon("mps-static", encode=encode)
+    assert daemon("mps-static", encode={"devices": [[1]]}) is not None
+
+
 def test_the_daemon_is_ready_when_it_listens(tmp_path: Path) -> None:
     made = daemon("green-context", replace(RUNNING, pipes=str(tmp_path)))
     assert made is not None
@@ -90,6 +106,16 @@ def test_only_the_engines_of_a_divided_gpu_are_its_clients() -> None:
         assert dict(spec.env) == {**usual.env, **made.env, mps.CONNECTIONS: "8"}
         assert (spec.argv, spec.cell) == (usual.argv, usual.cell)
     assert mps.PIPES not in os.environ
+
+
+def test_only_by_priority_does_prefill_come_after_its_encoder() -> None:
+    for rung, after in (("priority", {"local-prefill-0"}), ("green-context", set[str]())):
+        made = daemon(rung)
+        assert made is not None
+        specs = launches(replace(GREEN, rung=rung), "cuda")
+        clients = made.clients(list(specs.values()))
+        assert {spec.worker_id for spec in clients if spec.env.get(mps.PRIORITY) == "1"} == after
+        assert sum(mps.PRIORITY in spec.env for spec in clients) == len(after)
 
 
 @pytest.mark.parametrize("units", [None, 24])

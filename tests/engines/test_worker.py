@@ -3,7 +3,7 @@
 import importlib
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -12,11 +12,16 @@ from unittest import mock
 
 import pytest
 
+from easerve.engines.partition import attach
 from easerve.engines.partition.attach import Tools
 from easerve.engines.partition.cell import Cell, State
 from easerve.engines.partition.setup import SETUP, Setup
+from easerve.engines.partition.sides import Undivided
 from easerve.engines.vllm.worker import DividedWorker, EncodeWorker, PrefillWorker
+from easerve.policy.partition import Levels
 from easerve.types import NS_PER_S
+
+from .partition.fake_torch import FakeTorch
 
 EARLIER, DONE = object(), "the answer"
 
@@ -37,6 +42,8 @@ class VllmWorker:
         self.outputs: list[Any] = []
         self.seen: list[State] = []
         self.cell: Cell | None = None
+        self.device = "cuda:0"
+        self.num_dummies = 0
 
     def compile_or_warm_up_model(self) -> object:
         assert getattr(self, "side", None) is None, "it is warmed up with all of its device"
@@ -55,6 +62,9 @@ class VllmWorker:
 
     def sample_tokens(self, grammar_output: object) -> Any:
         return self._run()
+
+    def execute_dummy_batch(self) -> None:
+        self.num_dummies += 1
 
 
 class Lends(DividedWorker):
@@ -105,6 +115,19 @@ def test_a_side_is_taken_when_the_worker_is_warm(kind: Callable[..., Any], cell:
     assert worker.side is None
     assert worker.compile_or_warm_up_model() is EARLIER
     assert worker.side is not None
+
+
+@pytest.mark.parametrize("kind", [Encoder, Prefiller])
+def test_a_worker_warms_its_parts_up(
+    kind: Callable[..., Any], cell: Cell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Undivided("sms", Levels(132, 8, 1, (8, 24)))
+    confined: list[int] = []
+    monkeypatch.setattr(driver, "confine", lambda _, units: confined.append(units))
+    monkeypatch.setattr(attach, "Undivided", lambda *_: driver)
+    monkeypatch.setattr(kind, "warm_up", lambda _: confined.append(-1))
+    kind().compile_or_warm_up_model()
+    assert confined == [8, -1, 24, -1, 0]
 
 
 @pytest.mark.parametrize("kind", [Encoder, Prefiller])
@@ -242,13 +265,48 @@ def imported(name: str, **stand_ins: dict[str, Any]) -> Iterator[Any]:
 
 
 @pytest.fixture
-def cuda() -> Iterator[Any]:
+def torch() -> FakeTorch:
+    return FakeTorch()
+
+
+@pytest.fixture
+def cuda(torch: FakeTorch) -> Iterator[Any]:
+    names = ("bfloat16", "cuda", "mm", "zeros")
     with imported(
         "easerve.engines.vllm.cuda_worker",
+        torch={name: getattr(torch, name) for name in names},
         vllm__v1__outputs={"AsyncModelRunnerOutput": AsyncModelRunnerOutput},
         vllm__v1__worker__gpu_worker={"Worker": VllmWorker},
     ) as module:
         yield module
+
+
+@pytest.mark.parametrize("output", [DONE, RuntimeError("it went wrong")], ids=str)
+def test_on_a_gpu_a_forward_ends_when_its_kernels_have(
+    cuda: Any, torch: FakeTorch, cell: Cell, monkeypatch: pytest.MonkeyPatch, output: Any
+) -> None:
+    worker = started(cuda.CudaEncodeWorker(), cell, output)
+    seen: list[tuple[int, int]] = []
+
+    def synchronize() -> None:
+        assert worker.seen, "they have been submitted"
+        seen.append((cell.state().forwards, cell.state().demanded))
+
+    monkeypatch.setattr(torch.now, "synchronize", synchronize)
+    cell.announce(2, NS_PER_S)
+    with pytest.raises(RuntimeError) if output is not DONE else nullcontext():
+        worker.execute_model(encoding("r"))
+    assert seen == [(0, 2)], "prefill leaves it its part until then"
+    assert (cell.state().forwards, cell.state().demanded) == (1, 0)
+
+
+def test_on_a_gpu_warm_up_is_work_in_the_stream_of_the_moment(cuda: Any, torch: FakeTorch) -> None:
+    cuda.CudaEncodeWorker().warm_up()
+    assert torch.log == ["multiply in home", "synchronize home"]
+    torch.log.clear()
+    worker = cuda.CudaPrefillWorker()
+    worker.warm_up()
+    assert (worker.num_dummies, torch.log) == (1, ["synchronize home"])
 
 
 def test_on_a_gpu_a_step_ends_when_its_output_is_asked_for(cuda: Any, cell: Cell) -> None:

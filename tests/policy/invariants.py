@@ -13,7 +13,7 @@ from easerve.policy.encoding import Encoding, Entry
 from easerve.policy.knobs import Knobs, Order
 from easerve.policy.lifecycle import RequestState
 from easerve.policy.offload import ONLY, SPILL, Candidate, Load, Offload, Placement
-from easerve.policy.partition import ALL, HALF, MOST, SHARED, Demand, Devices, Surface
+from easerve.policy.partition import ALL, HALF, SHARED, Demand, Devices, Surface
 from easerve.policy.share import ONE
 from easerve.types import BatchId, Reason, RequestId, Side, Stage, WorkerId
 
@@ -85,9 +85,9 @@ def demanded(devices: Devices | None, knobs: Knobs, num_tokens: int) -> Demand:
     if knobs.how == "static":
         return Demand(HALF if knobs.encode_units is None else knobs.encode_units, True, "static")
     if devices.surface is None:
-        return Demand(MOST, False, "no profile")
+        return Demand(HALF, False, "no profile")
     batch, units, met = fewest(devices.surface, knobs.encode_target_s, num_tokens)
-    return Demand(units, False, f"table, batch {batch}" if met else "over target")
+    return Demand(units, False, f"{'table' if met else 'over target'}, batch {batch}")
 
 
 class Checked(Model):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from easerve.policy import events as ev
-from easerve.policy.partition import ALL, HALF, MOST, SHARED, Demand, Devices
+from easerve.policy.partition import ALL, HALF, SHARED, Demand, Devices
 from easerve.types import RequestId
 
 from .scenario import (
@@ -51,8 +51,8 @@ def divides(actions: list[ev.Action]) -> list[ev.Divide]:
     [
         (PROFILED, {}, Demand(8, False, "table, batch 1")),
         (PROFILED, {"encode_target_s": 0.015}, Demand(16, False, "table, batch 1")),
-        (PROFILED, {"encode_target_s": 0.001}, Demand(16, False, "over target")),
-        (UNPROFILED, {}, Demand(MOST, False, "no profile")),
+        (PROFILED, {"encode_target_s": 0.001}, Demand(16, False, "over target, batch 1")),
+        (UNPROFILED, {}, Demand(HALF, False, "no profile")),
         (UNPROFILED, {"how": "static"}, STATIC),
         (UNPROFILED, {"how": "static", "encode_units": 3}, Demand(3, True, "static")),
         (PROFILED, {"how": "gate"}, Demand(ALL, False, "gate")),
@@ -69,7 +69,7 @@ def test_a_batch_demands_what_the_rule_says(
 
 def test_a_larger_batch_demands_more() -> None:
     pairs = Scenario(knobs=PAIRS, devices=PROFILED)
-    assert demands(pairs.start(num_items=2)) == [Demand(16, False, "over target")]
+    assert demands(pairs.start(num_items=2)) == [Demand(16, False, "over target, batch 2")]
 
 
 def test_what_is_at_the_encoder_already_counts_until_it_is_encoded() -> None:

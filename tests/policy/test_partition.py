@@ -9,7 +9,6 @@ from easerve.policy.partition import (
     ALL,
     HALF,
     MAX_UNITS,
-    MOST,
     RULES,
     SHARED,
     Demand,
@@ -18,6 +17,7 @@ from easerve.policy.partition import (
     Hold,
     Indivisible,
     Layout,
+    Levels,
     MinUnits,
     Partition,
     Row,
@@ -109,14 +109,14 @@ def partition(how: str, surface: Surface | None = SURFACE, **changes: Any) -> Pa
 def test_dynamic_asks_for_what_the_table_says() -> None:
     rule = partition("dynamic")
     assert rule.demand(150) == Demand(16, False, "table, batch 2")
-    assert rule.demand(900) == Demand(32, False, "over target")
+    assert rule.demand(900) == Demand(32, False, "over target, batch 8")
     assert rule.standing == SHARED
 
 
-def test_dynamic_without_a_profile_leaves_prefill_its_least() -> None:
+def test_dynamic_without_a_profile_asks_for_half() -> None:
     rule = partition("dynamic", surface=None)
     assert rule.table is None
-    assert rule.demand(150) == Demand(MOST, False, "no profile")
+    assert rule.demand(150) == Demand(HALF, False, "no profile")
 
 
 @pytest.mark.parametrize(("units", "demanded"), [(None, HALF), (24, 24)])
@@ -159,37 +159,43 @@ GPU = Layout(132, granule=8, min_prefill=16)
 
 @pytest.mark.parametrize(
     ("demanded", "units"),
-    [(0, 0), (1, 8), (8, 8), (9, 16), (112, 112), (113, 112), (HALF, 72), (MOST, 112), (ALL, 132)],
+    [(0, 0), (1, 8), (8, 8), (9, 16), (112, 112), (113, 112), (HALF, 64), (ALL, 132)],
 )
 def test_a_demand_comes_to_whole_granules(demanded: int, units: int) -> None:
     assert GPU.round(demanded) == units
 
 
 @pytest.mark.parametrize(
-    ("layout", "most"),
+    ("layout", "parts", "half"),
     [
-        (GPU, 112),
-        (Layout(132, 8, 1), 128),
-        (Layout(2), 1),
-        (Layout(8, 1, 0), 7),
-        (Layout(1), 0),
-        (Layout(8, 8, 8), 0),
-        (Layout(4, 1, 9), 0),
+        (GPU, tuple(range(8, 113, 8)), 64),
+        (Layout(132, 8, 1), tuple(range(8, 129, 8)), 64),
+        (Layout(132, 8, 80), (8, 16, 24, 32, 40, 48), 48),
+        (Layout(2), (1,), 1),
+        (Layout(5), (1, 2, 3, 4), 2),
+        (Layout(8, 1, 0), (1, 2, 3, 4, 5, 6, 7), 4),
+        (Levels(132, 8, 1, (8, 24, 40, 72, 120)), (8, 24, 40, 72, 120), 72),
+        (Layout(1), (), 0),
+        (Layout(8, 8, 8), (), 0),
+        (Layout(4, 1, 9), (), 0),
+        (Levels(132), (), 0),
+        (Indivisible(132, 8), (), 0),
     ],
 )
-def test_prefill_keeps_what_it_has_to(layout: Layout, most: int) -> None:
-    assert layout.most == layout.round(MOST) == layout.round(layout.total) == most
-    assert layout.round(ALL) == layout.total
-
-
-def test_a_device_that_cannot_be_divided_can_be_had_as_a_whole() -> None:
-    rounded = {units: Indivisible(132, 8).round(units) for units in (0, 8, HALF, MOST, ALL)}
-    assert rounded == {0: 0, 8: 0, HALF: 0, MOST: 0, ALL: 132}
-    assert Indivisible(132, 8).most == Gate(132, 8).most == 0
+def test_parts_leave_prefill_what_it_keeps(
+    layout: Layout, parts: tuple[int, ...], half: int
+) -> None:
+    assert layout.parts == parts
+    most = max(parts, default=0)
+    for units in range(1, layout.total + 1):
+        assert layout.round(units) == min((each for each in parts if each >= units), default=most)
+    special = {units: layout.round(units) for units in (0, HALF, ALL)}
+    assert special == {0: 0, HALF: half, ALL: layout.total}
 
 
 def test_a_gate_closes_for_any_demand() -> None:
-    assert [Gate(4).round(units) for units in (0, 1, HALF, MOST, ALL)] == [0, 4, 4, 4, 4]
+    assert [Gate(4).round(units) for units in (0, 1, HALF, ALL)] == [0, 4, 4, 4]
+    assert Gate(4).parts == ()
 
 
 @settings(max_examples=50)
@@ -203,15 +209,16 @@ def test_parts_nest_and_leave_prefill_its_least(
     total: int, granule: int, min_prefill: int, demands: list[int]
 ) -> None:
     layout = Layout(total, granule, min_prefill)
+    most = max(layout.parts, default=0)
     less, more = map(layout.round, sorted(demands))
-    assert 0 <= less <= more <= layout.most <= layout.round(ALL)
+    assert 0 <= less <= more <= most <= layout.round(ALL)
     assert less % granule == 0
-    assert less >= min(min(demands), layout.most)
+    assert less >= min(min(demands), most)
     assert not more or total - more >= max(1, min_prefill)
 
 
 def test_meanings_of_their_own_are_beyond_any_device() -> None:
-    assert MAX_UNITS == ALL > MOST > HALF > 1000
+    assert MAX_UNITS == ALL > HALF > 1000
 
 
 # The hold -----------------------------------------------------------------------------------------

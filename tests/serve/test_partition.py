@@ -9,7 +9,7 @@ import pytest
 from easerve.config import Policy
 from easerve.engines.partition.cell import State
 from easerve.engines.protocol import Division, Driven, EngineError
-from easerve.policy.partition import ALL, HALF, MOST, SHARED, Demand
+from easerve.policy.partition import ALL, HALF, SHARED, Demand
 from easerve.serve.metrics import DIVISION_COUNTS, Metrics
 from easerve.types import WorkerId
 
@@ -31,7 +31,7 @@ E0 = WorkerId("e0")
 ENGINES = ("e0", "l0", "p0", "d0")
 DEFAULTS = Policy().model_dump()
 IDLE: dict[str, Any] = {field.name: 0 for field in fields(State)}
-CPU, GATE = Driven("cpu", "4 cores", 4, 1, 3), Driven("gate", "cpu: one core", 1, 1, 0)
+CPU, GATE = Driven("cpu", "4 cores", 4, (1, 2, 3)), Driven("gate", "cpu: one core", 1, ())
 
 
 def division(encode: Driven | None = CPU, prefill: Driven | None = CPU, **counts: Any) -> Division:
@@ -52,12 +52,12 @@ async def ask(server: Server, url: str = RED) -> None:
 
 async def test_the_demand_of_a_batch_gets_to_its_encoder(divided: Server) -> None:
     await ask(divided)
-    assert divided.engines["e0"].demands == [Demand(MOST, False, "no profile")]
+    assert divided.engines["e0"].demands == [Demand(HALF, False, "no profile")]
     assert (await turn(divided, {"how": "gate"})).status_code == 200
     await ask(divided, GREEN)
     assert divided.engines["e0"].demands[1:] == [Demand(ALL, False, "gate")]
     found = await metrics_of(divided)
-    assert found["easerve_partition_demands_total no profile most"] == 1
+    assert found["easerve_partition_demands_total no profile half"] == 1
     assert found["easerve_partition_demands_total gate all"] == 1
 
 
@@ -219,7 +219,11 @@ async def test_the_state_is_what_is_served_by_whom(divided: Server) -> None:
     divided.engines["e0"].divided = division(GATE, None, late=2)
     shown = await state(divided)
     assert shown["partition"] == {
-        "e0": {"encode": asdict(GATE), "prefill": None, "counts": IDLE | {"late": 2}}
+        "e0": {
+            "encode": asdict(GATE) | {"parts": []},
+            "prefill": None,
+            "counts": IDLE | {"late": 2},
+        }
     }
     assert shown["knobs"] == await knobs(divided)
     assert (shown["open"], shown["queues"]) == (0, {"encode": 0, "prefill": 0})

@@ -180,7 +180,7 @@ def test_dynamic_leaves_prefill_more_than_a_static_split(results: dict[Sharing, 
     for rows in results.values():
         for step in gpu_steps.STEP_CHUNKS:
             dynamic = rows["dynamic", step].prefill_share
-            assert dynamic > rows["static, half", step].prefill_share + 0.1
+            assert dynamic > rows["static, half", step].prefill_share + 0.08
             assert dynamic > rows["static, most", step].prefill_share + 0.1
 
 

@@ -28,7 +28,10 @@ def devices(deployment: Deployment) -> Devices | None:
         return None
     if deployment.partition.profile is None:
         return Devices()
-    measured = profile.read(Path(deployment.partition.profile))
+    try:
+        measured = profile.read(Path(deployment.partition.profile))
+    except ConfigError as error:
+        raise ConfigError(f"partition.profile: {error}") from None
     differs = profile.mismatch(measured.key, here(deployment, facts_of(deployment.device)))
     if differs is not None:
         _warn(

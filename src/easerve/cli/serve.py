@@ -26,7 +26,16 @@ from easerve.cli.deploy import (
 )
 from easerve.cli.progress import StartProgress
 from easerve.cluster.local import EngineStartError
-from easerve.config import GIB, ConfigError, Deployment, build, merge, parse_topology, read_file
+from easerve.config import (
+    GIB,
+    PARTITION_KNOBS,
+    ConfigError,
+    Deployment,
+    build,
+    merge,
+    parse_topology,
+    read_file,
+)
 from easerve.engines.protocol import Division, EngineError
 from easerve.engines.vllm import launch, memory, models
 from easerve.engines.vllm.topology import members
@@ -54,9 +63,19 @@ def read(
     for section, on in switches.items():
         if on is not None:
             content = merge(content, {section: {} if on else None})
+    if False in switches.values() and not switches.get("partition"):
+        content = _undivided(content)
     if content.get("local_prefill") is not None:
         over = {**over, "encode": {}}  # a share of a GPU is of engines that have one to themselves
     return build(merge(content, _given(over)), source if is_file else "command line")
+
+
+def _undivided(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the section, and what the file says of its rule."""
+    policy = content.get("policy")
+    if isinstance(policy, Mapping):
+        content = {**content, "policy": {k: policy[k] for k in policy if k not in PARTITION_KNOBS}}
+    return {**content, "partition": None}
 
 
 def json_option(name: str, text: str | None) -> Any:
@@ -84,6 +103,7 @@ def dry_run(deployment: Deployment, as_json: bool) -> None:
     info = models.inspect(deployment.model)
     run, logs = Path("/run/easerve"), Path("/var/log/easerve")
     plan = memory.plan(deployment, info)
+    divide.devices(deployment)
     chosen = divide.choose(deployment)
     specs = launch.engine_specs(
         deployment, plan, run, logs, "<secret>", info.media_at_prefill, chosen and chosen[1]

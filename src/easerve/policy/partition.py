@@ -124,7 +124,9 @@ class Partition:
         if self.table is None:
             return Demand(HALF, False, "no profile")
         row = self.table.row(num_tokens)
-        return Demand(row.units, False, f"table, batch {row.batch}" if row.met else "over target")
+        return Demand(
+            row.units, False, f"{'table' if row.met else 'over target'}, batch {row.batch}"
+        )
 
     def _static(self, num_tokens: int) -> Demand:
         return Demand(self._knobs.encode_units or HALF, True, "static")

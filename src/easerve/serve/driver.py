@@ -91,7 +91,8 @@ class Driver:
     def lose_engine(self, worker_id: WorkerId) -> None:
         """An engine is gone; what it still had to say is not waited for, nor passed on."""
         if self._engines.pop(worker_id, None) is not None:
-            self.divisions.pop(worker_id, None)
+            if self.divisions.pop(worker_id, None) is not None:
+                self.metrics.undivided(worker_id)
             for task in self._calls.pop(worker_id, set()) - {asyncio.current_task()}:
                 task.cancel()
             self._post(ev.WorkerLost(worker_id))

@@ -1,6 +1,7 @@
 """Prometheus metrics of the router. The engines' own are theirs."""
 
 import collections
+import contextlib
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -255,6 +256,14 @@ class Metrics:
             now, seen = division.counts[name], self._division_seen.get((worker_id, name), 0)
             counter.labels(worker_id).inc(now - seen if now >= seen else now)
             self._division_seen[worker_id, name] = now
+
+    def undivided(self, worker_id: WorkerId) -> None:
+        """An encoder has gone; its counts stay, as counts do."""
+        for side in ("encode", "prefill"):
+            if (driver := self._drivers.pop((worker_id, side), None)) is not None:
+                self._division.remove(worker_id, side, driver)
+        with contextlib.suppress(KeyError):
+            self._demanded.remove(worker_id)
 
     def encoder_busy(self, worker_id: WorkerId, change: int, now_ns: int) -> None:
         """A call to an encoder begins (1) or ends (-1). Calls at one time count once."""

@@ -36,7 +36,7 @@ class FakeTorch(ModuleType):
     def device(self, kind: str, index: int) -> str:
         return f"{kind}:{index}"
 
-    def _current(self, device: str) -> Stream:
+    def _current(self, device: str = "cuda:0") -> Stream:
         assert device.startswith("cuda:")
         return self.now
 
@@ -50,11 +50,11 @@ class FakeTorch(ModuleType):
         yield
         self.now = before
 
-    def zeros(self, rows: int, columns: int, dtype: str, device: int) -> str:
+    def zeros(self, rows: int, columns: int, dtype: str, device: int | str) -> str:
         return f"zeros {rows} by {columns} {dtype} on {device}"
 
     def empty(self, rows: int, columns: int, dtype: str, device: int) -> str:
         return f"empty {rows} by {columns} {dtype} on {device}"
 
-    def mm(self, left: Any, right: Any, out: Any) -> None:
+    def mm(self, left: Any, right: Any, out: Any = None) -> None:
         self.log.append(f"multiply in {self.now.name}")

@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from easerve.engines.partition import attach
-from easerve.engines.partition.attach import GateDriver, Tools, attach_encode, attach_prefill
+from easerve.engines.partition import attach, probe
+from easerve.engines.partition.attach import Tools, attach_encode, attach_prefill
 from easerve.engines.partition.cell import Cell
-from easerve.engines.partition.probe import Verdict
+from easerve.engines.partition.probe import ABSENT, Verdict
 from easerve.engines.partition.setup import Setup, division
-from easerve.engines.partition.sides import DriverError, EncodeSide, PrefillSide
+from easerve.engines.partition.sides import DriverError, EncodeSide, PrefillSide, Undivided
 from easerve.engines.protocol import Driven
 from easerve.policy.partition import Indivisible, Layout
 from easerve.types import NS_PER_S, Stage
@@ -47,7 +47,7 @@ def with_driver(setup: Setup, **changes: Any) -> Setup:
 def test_cores_are_divided_by_the_cpus_driver(setup: Setup, stage: Stage) -> None:
     counts: list[int] = []
     side = SIDES[stage](setup, Tools(set_num_threads=counts.append))
-    assert told(setup, stage) == Driven("cpu", "by affinity", 4, 1, 3)
+    assert told(setup, stage) == Driven("cpu", "by affinity", 4, (1, 2, 3))
     assert side._driver.layout == Layout(4, 1, 1)
     assert counts == [4]
     other = Stage.PREFILL if stage is Stage.ENCODE else Stage.ENCODE
@@ -57,7 +57,7 @@ def test_cores_are_divided_by_the_cpus_driver(setup: Setup, stage: Stage) -> Non
 @each_side
 def test_prefill_keeps_what_it_is_to_keep(setup: Setup, stage: Stage) -> None:
     SIDES[stage](with_driver(setup, min_prefill=3), Tools())
-    assert told(setup, stage) == Driven("cpu", "by affinity", 4, 1, 1)
+    assert told(setup, stage) == Driven("cpu", "by affinity", 4, (1,))
 
 
 def test_without_cores_of_its_own_an_engine_divides_all_that_it_may_use(
@@ -65,7 +65,7 @@ def test_without_cores_of_its_own_an_engine_divides_all_that_it_may_use(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5, 6, 7})
     attach_encode(with_driver(setup, cores=()), Tools())
-    assert told(setup, Stage.ENCODE) == Driven("cpu", "by affinity", 3, 1, 2)
+    assert told(setup, Stage.ENCODE) == Driven("cpu", "by affinity", 3, (1, 2))
 
 
 def test_hold_and_patience_are_the_deployments(setup: Setup) -> None:
@@ -95,8 +95,8 @@ def test_where_a_driver_cannot_be_made_prefill_pauses_instead(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     side = SIDES[stage](with_driver(setup, **changes), Tools())
-    assert told(setup, stage) == Driven("gate", why, 1, 1, 0)
-    assert isinstance(side._driver, GateDriver)
+    assert told(setup, stage) == Driven("gate", why, 1, ())
+    assert isinstance(side._driver, Undivided)
     (message,) = [each.getMessage() for each in caplog.records if each.levelno >= logging.ERROR]
     assert message.endswith(why)
 
@@ -106,7 +106,7 @@ def test_the_gate_may_be_chosen(
     setup: Setup, stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
     SIDES[stage](with_driver(setup, driver="gate"), Tools())
-    assert told(setup, stage) == Driven("gate", "by affinity", 1, 1, 0)
+    assert told(setup, stage) == Driven("gate", "by affinity", 1, ())
     assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
 
 
@@ -127,7 +127,7 @@ def test_behind_a_gate_the_encoder_has_everything_and_prefill_pauses(setup: Setu
 def test_a_driver_that_fails_later_is_reported(
     setup: Setup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(self: GateDriver, stage: Stage, units: int) -> None:
+    def fail(self: object, stage: Stage, units: int) -> None:
         raise DriverError("no such core")
 
     side = attach_prefill(setup, Tools())
@@ -164,7 +164,7 @@ class Sms:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> type[Sms]:
     monkeypatch.setattr(Sms, "made", [], raising=False)
-    for name in ("GreenDriver", "PriorityDriver", "MpsStaticDriver"):
+    for name in ("GreenDriver", "PriorityDriver"):
         monkeypatch.setattr(attach, name, Sms)
     monkeypatch.setattr(attach, "_num_sms", lambda: 132)
     monkeypatch.setattr(attach, "Gemm", lambda driver, level: (driver, level))
@@ -198,8 +198,10 @@ def test_sms_are_divided_once_it_is_proved_that_they_are(
     (driver,) = gpu.made
     assert driver.parts == ([stage],)
     assert driver.more == {"min_prefill": 16, "on_switch": on_switch}
-    assert asked == [(stage, (driver, 72))], "half of them, in whole granules"
-    assert told(setup, stage) == Driven("sms", "by affinity; 1.01 times", 132, 8, 112)
+    assert asked == [(stage, (driver, 64))], "half of them, in whole granules"
+    assert told(setup, stage) == Driven(
+        "sms", "by affinity; 1.01 times", 132, tuple(range(8, 117, 8))
+    )
     assert not driver.closed
 
 
@@ -212,19 +214,44 @@ def test_sms_that_are_not_divided_after_all_are_taken_in_turns(
     assert [driver.closed for driver in gpu.made] == [True]
     said = told(setup, stage)
     assert said is not None
-    assert (said.driver, said.most) == ("gate", 0)
+    assert (said.driver, said.parts) == ("gate", ())
     assert said.why.startswith("green-context: the two engines do not compute apart: they over")
 
 
 @each_side
-@pytest.mark.parametrize("rung", ["mps-static", "priority"])
-def test_what_needs_no_proof_gets_none(
-    setup: Setup, stage: Stage, gpu: type[Sms], rung: str
+@pytest.mark.parametrize("fails", ["GreenDriver", "Gemm"])
+def test_who_has_no_parts_keeps_the_other_engine_from_waiting(
+    setup: Setup, stage: Stage, fails: str, gpu: type[Sms], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    SIDES[stage](with_driver(setup, driver=rung), Tools(on_switch=on_switch))
+    def fail(*_: Any, **__: Any) -> None:
+        raise {"GreenDriver": DriverError, "Gemm": RuntimeError}[fails]("out of memory")
+
+    def sleep(_: float) -> None:
+        raise AssertionError("there is nobody to wait for")
+
+    monkeypatch.setattr(attach, fails, fail)
+    SIDES[stage](with_driver(setup, driver="green-context"), Tools())
+    said = told(setup, stage)
+    assert said is not None
+    assert said.driver == "gate"
+    assert said.why.endswith("out of memory")
+    other = Stage.PREFILL if stage is Stage.ENCODE else Stage.ENCODE
+    assert probe.prove(Cell(Path(setup.cell)), other, lambda *_: 1.0, sleep=sleep) == ABSENT
+
+
+@each_side
+def test_priority_needs_no_proof(setup: Setup, stage: Stage, gpu: type[Sms]) -> None:
+    SIDES[stage](with_driver(setup, driver="priority"), Tools(on_switch=on_switch))
     (driver,) = gpu.made
-    if rung == "priority":
-        assert (driver.parts, driver.more) == ((stage, 132), {"on_switch": on_switch})
-    else:
-        assert (driver.parts, driver.more) == ((132,), {})
-    assert told(setup, stage) == Driven("sms", "by affinity", 132, 1, 0)
+    assert (driver.parts, driver.more) == ((stage, 132), {"on_switch": on_switch})
+    assert told(setup, stage) == Driven("sms", "by affinity", 132, ())
+
+
+@each_side
+def test_a_static_partition_cannot_be_changed(setup: Setup, stage: Stage, gpu: type[Sms]) -> None:
+    side = SIDES[stage](with_driver(setup, driver="mps-static"), Tools())
+    assert told(setup, stage) == Driven("mps-static", "by affinity", 132, ())
+    assert side._driver.layout == Indivisible(132)
+    Cell(Path(setup.cell)).announce(24, NS_PER_S)
+    assert side.begin() == 0
+    side._driver.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from easerve.engines.partition.cell import FAILED, IDLE, PAGE_BYTES, Cell, Word
-from easerve.policy.partition import ALL, HALF, MOST
+from easerve.policy.partition import ALL, HALF
 
 MS = 1_000_000
 LOW, HIGH = 0x0123_4567_89AB_CDEF, 0xFEDC_BA98_7654_3210
@@ -104,9 +104,12 @@ def test_another_process_sees_what_is_announced(tmp_path: Path) -> None:
     cell.close()
 
 
-@pytest.mark.parametrize("units", [1, 24, HALF, MOST, ALL])
-def test_an_announcement_lasts_as_long_as_its_lease(cell: Cell, clock: Clock, units: int) -> None:
-    cell.announce(units, 5 * MS)
+@pytest.mark.parametrize("units", [1, 24, HALF, ALL])
+@pytest.mark.parametrize("several", [False, True])
+def test_an_announcement_lasts_as_long_as_its_lease(
+    cell: Cell, clock: Clock, units: int, several: bool
+) -> None:
+    cell.announce(units, 5 * MS, several=several)
     assert cell.demanded() == units
     clock.now_ns += 5 * MS - 1
     assert cell.demanded() == units
@@ -142,6 +145,18 @@ def test_what_is_served_is_over_and_nothing_newer(cell: Cell, clock: Clock) -> N
     assert cell.demanded() == 0
     cell.serve(0)
     assert cell.demanded() == 24, "it was for more than that"
+
+
+def test_what_is_for_several_calls_is_not_over_with_a_forward(cell: Cell) -> None:
+    cell.announce(24, 5 * MS, several=True)
+    cell.serve(cell.announced())
+    assert cell.demanded() == 24
+    cell.announce(24, 5 * MS)
+    assert cell.demanded() == 24, "the call that is left"
+    cell.serve(cell.announced())
+    assert cell.demanded() == 0
+    cell.announce(0, 5 * MS, several=True)
+    assert cell.announced() == 0
 
 
 def test_a_renewal_while_it_is_read_is_no_end(cell: Cell, clock: Clock) -> None:

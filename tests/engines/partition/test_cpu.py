@@ -10,7 +10,7 @@ import pytest
 from easerve.engines.partition import cpu
 from easerve.engines.partition.cpu import CpuDriver
 from easerve.engines.partition.sides import DriverError
-from easerve.policy.partition import ALL, HALF, MOST
+from easerve.policy.partition import ALL, HALF
 from easerve.types import Stage
 
 CORES = sorted(os.sched_getaffinity(0))
@@ -142,4 +142,4 @@ def test_one_core_cannot_be_divided() -> None:
 
 def test_the_layout_is_that_of_the_cores() -> None:
     layout = CpuDriver(range(4), lambda _: None).layout
-    assert [layout.round(units) for units in (1, HALF, MOST, ALL)] == [1, 2, 3, 4]
+    assert [layout.round(units) for units in (1, HALF, 4, ALL)] == [1, 2, 3, 4]

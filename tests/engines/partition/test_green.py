@@ -11,14 +11,13 @@ from easerve.engines.partition.cuda import ADVICE, Code, Cuda, CudaError, Resour
 from easerve.engines.partition.green import (
     PROFILED,
     GreenDriver,
-    Levels,
     PriorityDriver,
     TorchStreams,
     cut,
     smallest_part,
 )
 from easerve.engines.partition.sides import DriverError
-from easerve.policy.partition import ALL, HALF, MOST
+from easerve.policy.partition import ALL, HALF, Levels
 from easerve.types import Stage
 from tests.engines.partition.fake_cuda import Error, FakeCuda, FakeStream, FakeStreams
 from tests.engines.partition.fake_torch import FakeTorch
@@ -134,7 +133,7 @@ def test_a_failure_half_way_destroys_what_there_was() -> None:
 def test_a_hopper_is_cut_into_granules_of_eight() -> None:
     library = FakeCuda()
     driver = made(library)
-    assert driver.layout == Levels(132, 8, 1, (8, 24, 48, 64, 120))
+    assert driver.layout == Levels(132, 8, 1, (8, 24, 40, 72, 120))
     assert driver.counts == {
         **{(Stage.ENCODE, level): level for level in driver.layout.levels},
         **{(Stage.PREFILL, level): 132 - level for level in driver.layout.levels},
@@ -160,21 +159,21 @@ def test_an_engine_makes_its_own_parts_and_others_when_asked() -> None:
     library = FakeCuda()
     driver = made(library, (Stage.PREFILL,))
     assert {stage for stage, _ in driver.counts} == {Stage.PREFILL}
-    stream = driver.stream(Stage.ENCODE, 64)
-    assert driver.stream(Stage.ENCODE, 64) is stream
-    assert driver.counts[Stage.ENCODE, 64] == 64
-    with pytest.raises(DriverError, match=r"no part of 40 SMs, only of \(8, 24, 48, 64, 120\)"):
-        driver.stream(Stage.ENCODE, 40)
+    stream = driver.stream(Stage.ENCODE, 72)
+    assert driver.stream(Stage.ENCODE, 72) is stream
+    assert driver.counts[Stage.ENCODE, 72] == 72
+    with pytest.raises(DriverError, match=r"no part of 48 SMs, only of \(8, 24, 40, 72, 120\)"):
+        driver.stream(Stage.ENCODE, 48)
 
 
 @pytest.mark.parametrize(
     ("library", "granule", "levels"),
     [
-        (FakeCuda(108, 4, 2, capability=(8, 0)), 4, (8, 24, 48, 64, 104)),
-        (FakeCuda(142, 4, 2, capability=(8, 9)), 4, (8, 24, 48, 64, 136)),
-        (FakeCuda(80, 2, 2, capability=(7, 0)), 2, (8, 24, 48, 64, 78)),
+        (FakeCuda(108, 4, 2, capability=(8, 0)), 4, (8, 24, 40, 72, 104)),
+        (FakeCuda(142, 4, 2, capability=(8, 9)), 4, (8, 24, 40, 72, 136)),
+        (FakeCuda(80, 2, 2, capability=(7, 0)), 2, (8, 24, 40, 72, 78)),
         (FakeCuda(40, 2, 2, capability=(7, 5)), 2, (8, 24, 38)),
-        (FakeCuda(60, 0, 0, version=12040), 2, (8, 24, 48, 58)),
+        (FakeCuda(60, 0, 0, version=12040), 2, (8, 24, 40, 58)),
         (FakeCuda(46, 6, 6), 6, (12, 24, 36)),
     ],
 )
@@ -190,8 +189,8 @@ def test_granules_are_what_the_driver_makes_of_the_smallest_part(
 
 
 def test_prefill_keeps_what_it_is_to_keep() -> None:
-    assert made(FakeCuda(), min_prefill=30).layout.levels == (8, 24, 48, 64, 96)
-    assert made(FakeCuda(), min_prefill=12).layout.most == 120
+    assert made(FakeCuda(), min_prefill=30).layout.levels == (8, 24, 40, 72, 96)
+    assert made(FakeCuda(), min_prefill=12).layout.parts[-1] == 120
     with pytest.raises(DriverError, match="none is left beside 125 for prefill"):
         made(FakeCuda(), min_prefill=125)
 
@@ -205,9 +204,10 @@ def test_a_device_of_one_granule_cannot_be_divided() -> None:
 
 def test_demands_are_rounded_up_to_a_level() -> None:
     layout = cut(Cuda(FakeCuda())).layout((8, 24, 48, 64), 1)
-    rounded = [layout.round(units) for units in (0, 1, 8, 9, 25, 64, 65, 120, 132, MOST)]
-    assert rounded == [0, 8, 8, 24, 48, 64, 120, 120, 120, 120]
-    assert (layout.round(ALL), layout.round(HALF), layout.most) == (132, 64, 120)
+    rounded = [layout.round(units) for units in (0, 1, 8, 9, 25, 64, 65, 120, 132)]
+    assert rounded == [0, 8, 8, 24, 48, 64, 120, 120, 120]
+    assert (layout.round(ALL), layout.round(HALF)) == (132, 64)
+    assert layout.parts == (8, 24, 48, 64, 120)
 
 
 def test_finer_levels_for_a_profile() -> None:
@@ -226,7 +226,7 @@ def test_a_driver_that_does_not_merge_the_rest_leaves_it_idle() -> None:
 
 def test_a_rest_that_is_merged_but_not_given_is_left_idle_too() -> None:
     driver = made(FakeCuda(given=lambda asked: asked // 8 * 8))
-    assert (driver.idle_sms, driver.counts[Stage.PREFILL, 64]) == (4, 64)
+    assert (driver.idle_sms, driver.counts[Stage.PREFILL, 72]) == (4, 56)
 
 
 def test_an_error_that_is_no_refusal_of_the_rest_is_one() -> None:
@@ -255,8 +255,8 @@ def test_every_switch_waits_then_is_made_then_told() -> None:
         streams.log.append(("told", stream.name))
 
     driver = made(FakeCuda(), (Stage.PREFILL,), streams, on_switch=told)
-    narrow, wide = (driver.stream(Stage.PREFILL, units).name for units in (64, 8))
-    for units in (64, 64, 8, 0, 0):
+    narrow, wide = (driver.stream(Stage.PREFILL, units).name for units in (72, 8))
+    for units in (72, 72, 8, 0, 0):
         driver.confine(Stage.PREFILL, units)
     assert streams.log == [
         ("wait", narrow, "home"),
@@ -285,8 +285,8 @@ def test_a_switch_that_fails_goes_home_and_says_so() -> None:
     driver = made(FakeCuda(), (Stage.ENCODE,), streams)
     driver.confine(Stage.ENCODE, 24)
     streams.broken = True
-    with pytest.raises(DriverError, match="encode, level 64: CUDA error: an illegal"):
-        driver.confine(Stage.ENCODE, 64)
+    with pytest.raises(DriverError, match="encode, level 72: CUDA error: an illegal"):
+        driver.confine(Stage.ENCODE, 72)
     assert streams.now is streams.home
     driver.confine(Stage.ENCODE, 0)
     assert streams.now is streams.home
@@ -296,7 +296,7 @@ def test_a_first_switch_that_cannot_be_made_changes_nothing() -> None:
     streams = FakeStreams()
     driver = made(FakeCuda(), (Stage.ENCODE,), streams)
     with pytest.raises(DriverError, match="no such part"):
-        driver.confine(Stage.ENCODE, 40)
+        driver.confine(Stage.ENCODE, 48)
     assert streams.log == []
 
 
@@ -312,7 +312,7 @@ def test_a_part_that_was_not_made_sends_the_process_home() -> None:
 def test_close_goes_home_and_destroys_everything_once() -> None:
     library, streams = FakeCuda(), FakeStreams()
     driver = made(library, BOTH, streams)
-    driver.confine(Stage.ENCODE, 48)
+    driver.confine(Stage.ENCODE, 40)
     driver.close()
     driver.close()
     assert streams.now is streams.home
@@ -401,7 +401,7 @@ def test_the_calls_are_right_for_a_compiled_library(tmp_path: Path) -> None:
     assert driver.device.name == "Compiled H200"
     assert driver.device.uuid == "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
     assert driver.device.mps is True
-    assert driver.layout == Levels(132, 8, 1, (8, 24, 48, 64, 120))
+    assert driver.layout == Levels(132, 8, 1, (8, 24, 40, 72, 120))
     assert driver.counts[Stage.ENCODE, 120] == 120
     assert driver.counts[Stage.PREFILL, 120] == 12
     driver.close()

@@ -20,9 +20,9 @@ from typing import cast
 
 import pytest
 
-from easerve.engines.partition.cell import FAILED, NEVER, NS_PER_US, UNIT_BITS, Cell, Word
+from easerve.engines.partition.cell import FAILED, NEVER, NS_PER_US, SEVERAL, UNIT_BITS, Cell, Word
 from easerve.engines.partition.sides import POLL_S, DriverError, EncodeSide, PrefillSide
-from easerve.policy.partition import ALL, HALF, MAX_UNITS, MOST, Gate, Indivisible, Layout
+from easerve.policy.partition import ALL, HALF, MAX_UNITS, Gate, Indivisible, Layout
 from easerve.types import NS_PER_S, Stage
 
 from .interleaving import MS, Actor, Died, Fence, Memory, Over, Plain, Words, World
@@ -164,12 +164,14 @@ class Device:
             return
         world, served = self.world, self.world.memory[Word.SERVED]
         announced = world.memory[Word.ANNOUNCED]
-        deadline_us, units = announced >> UNIT_BITS, announced & MAX_UNITS
+        deadline_us, units = announced >> UNIT_BITS & NEVER, announced & MAX_UNITS
         until_ns = FOREVER_NS if deadline_us == NEVER else deadline_us * NS_PER_US
         span = Span(world.moment, world.now_ns, self.round(units), until_ns)
         self.announced.append(span)
         is_served = announced == served and deadline_us != NEVER
-        self.demanded.append(replace(span, units=0) if is_served else span)
+        lasts = is_served and announced >= SEVERAL
+        self.seen["served, for several"] += lasts
+        self.demanded.append(replace(span, units=0) if is_served and not lasts else span)
 
     def _since(self, units: int, spans: Sequence[Span]) -> int:
         """The moment since when it was so many without a break; one to come if it is not now."""
@@ -201,7 +203,7 @@ class Device:
             return
         self.num_requests += 1
         number, life = self.num_requests, self.life
-        some = draw.choice([1, 8, 24, 40, 64, 120, MOST])
+        some = draw.choice([1, 8, 24, 40, 64, 120, 132])
         self.open[number] = {"gate": ALL, "none": 0, "static": HALF}.get(self.rule, some)
         self.standing = HALF if self.rule == "static" else 0
         self._publish()
@@ -215,7 +217,7 @@ class Device:
     def _publish(self) -> None:
         units = max(self.open.values(), default=0)
         if units > self.standing:
-            self.announcing.announce(units, LEASE_NS)
+            self.announcing.announce(units, LEASE_NS, several=len(self.open) > 1)
         else:
             self.announcing.announce(self.standing, None)
 
@@ -473,4 +475,5 @@ def test_a_hundred_thousand_steps_go_well(seed: int, tmp_path: Path) -> None:
     assert seen["steps"] + seen["forwards"] >= 10_000
     assert min(seen["granted"], seen["narrow"], seen["overlaps"], seen["late, overlapped"]) > 30
     assert min(seen["forced"], seen["overlaps when no longer demanded"]) > 5
+    assert seen["served, for several"] > 30
     assert min(seen["deaths of the encoder"], seen["deaths of prefill"], seen["failures"]) > 0

@@ -6,10 +6,8 @@ from pathlib import Path
 import pytest
 
 from easerve.engines.partition import mps
-from easerve.engines.partition.mps import Control, Free, MpsStaticDriver, Split
+from easerve.engines.partition.mps import Control, Free, Split
 from easerve.engines.partition.sides import DriverError
-from easerve.policy.partition import ALL, MOST
-from easerve.types import Stage
 
 UUID = "GPU-74d43ed3-cdf7-e667-3644-bf5b4f46ed65"
 LSPART = """\
@@ -142,6 +140,10 @@ def test_clients_have_the_folder_eight_connections_and_no_cap() -> None:
         **shared,
         "CUDA_MPS_SM_PARTITION": f"{UUID}/Dx4",
     }
+    assert mps.client_environment(given, Path("/run/a"), Path("/log"), below_normal=True) == {
+        **shared,
+        "CUDA_MPS_CLIENT_PRIORITY": "1",
+    }
 
 
 # Static partitions -------------------------------------------------------------------------------
@@ -205,14 +207,6 @@ def test_a_control_program_that_is_missing_or_slow_is_named(
     slow.chmod(0o700)
     with pytest.raises(DriverError, match="timed out"):
         Control(pipes, str(slow)).quit()
-
-
-def test_a_static_partition_cannot_be_changed() -> None:
-    driver = MpsStaticDriver(64)
-    driver.confine(Stage.ENCODE, 0)
-    driver.close()
-    assert driver.name == "mps-static"
-    assert [driver.layout.round(units) for units in (8, MOST, ALL)] == [0, 0, 64]
 
 
 def test_a_pipe_folder_of_the_default_length_is_short_enough() -> None:

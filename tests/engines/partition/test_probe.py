@@ -12,7 +12,16 @@ import pytest
 from easerve.engines.partition.cell import Cell, Word
 from easerve.engines.partition.cuda import Cuda
 from easerve.engines.partition.green import GreenDriver
-from easerve.engines.partition.probe import ABSENT, Gemm, Times, Verdict, Work, judge, prove
+from easerve.engines.partition.probe import (
+    ABSENT,
+    Gemm,
+    Times,
+    Verdict,
+    Work,
+    decline,
+    judge,
+    prove,
+)
 from easerve.types import Stage
 from tests.engines.partition.fake_cuda import FakeCuda
 from tests.engines.partition.fake_torch import FakeTorch
@@ -188,6 +197,25 @@ def test_an_engine_does_not_wait_for_ever(path: Path, stage: Stage) -> None:
     assert Side(path, other, never).end() == ABSENT
 
 
+@pytest.mark.parametrize("stage", [Stage.ENCODE, Stage.PREFILL])
+@pytest.mark.parametrize("waits", [False, True])
+def test_who_declines_is_not_waited_for(path: Path, stage: Stage, waits: bool) -> None:
+    """Whether it does before the other comes or while that waits."""
+    cell = Cell(path)
+    polls: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        polls.append(seconds)
+        decline(cell, stage)
+
+    if not waits:
+        decline(cell, stage)
+    other = Stage.PREFILL if stage is Stage.ENCODE else Stage.ENCODE
+    assert prove(cell, other, never, sleep=sleep) == ABSENT
+    assert len(polls) == waits
+    cell.close()
+
+
 def failing(part: Stage, seconds: float) -> float:
     raise RuntimeError("CUDA error: out of memory")
 
@@ -287,8 +315,8 @@ def test_products_run_on_the_part_that_is_asked_for(monkeypatch: pytest.MonkeyPa
     torch = FakeTorch()
     monkeypatch.setitem(sys.modules, "torch", torch)
     driver = GreenDriver((Stage.PREFILL,), cuda=Cuda(FakeCuda()))
-    work = Gemm(driver, 64, size=16, batch=2)
-    encode, prefill = (driver.stream(stage, 64).name for stage in (Stage.ENCODE, Stage.PREFILL))
+    work = Gemm(driver, 72, size=16, batch=2)
+    encode, prefill = (driver.stream(stage, 72).name for stage in (Stage.ENCODE, Stage.PREFILL))
     assert torch.log == [
         "synchronize 0",
         *[f"multiply in {encode}"] * 2,

@@ -10,10 +10,13 @@ import pytest
 from easerve.engines.partition.cell import Cell
 from easerve.engines.partition.setup import SETUP, Setup, division, read_setup, tell
 from easerve.engines.protocol import Division, Driven
+from easerve.policy.partition import ALL, HALF
 from easerve.types import Stage
 
-CPU = Driven("cpu", "cores by affinity", 4, 1, 3)
-GATE = Driven("gate", "cpu: one core cannot be divided", 1, 1, 0)
+CPU = Driven("cpu", "cores by affinity", 4, (1, 2, 3))
+GREEN = Driven("green-context", "SMs", 132, (8, 24, 40, 72, 120))
+STATIC = Driven("mps-static", "its partition", 64, ())
+GATE = Driven("gate", "cpu: one core cannot be divided", 1, ())
 
 
 @pytest.fixture
@@ -59,7 +62,32 @@ def test_what_the_sides_say_is_known_as_soon_as_they_say_it(setup: Setup) -> Non
     tell(setup, Stage.PREFILL, GATE)  # it was started again
     assert division(setup, cell) == Division(CPU, GATE, counts)
     cell.announce(5, None)
-    assert division(setup, cell).counts == counts | {"demanded": 5}
+    assert division(setup, cell).counts == counts | {"demanded": 1}
+    cell.close()
+
+
+@pytest.mark.parametrize(
+    ("prefill", "demanded"),
+    [
+        (CPU, [0, 1, 3, 3, 2, 4]),
+        (GREEN, [0, 8, 8, 40, 72, 132]),
+        (STATIC, [0, 0, 0, 0, 0, 64]),
+        (GATE, [0, 1, 1, 1, 1, 1]),
+        (None, [0, 0, 0, 0, 0, 0]),
+    ],
+)
+def test_a_demand_is_told_in_units_that_prefill_leaves(
+    setup: Setup, prefill: Driven | None, demanded: list[int]
+) -> None:
+    cell = Cell(Path(setup.cell))
+    tell(setup, Stage.ENCODE, CPU)
+    if prefill is not None:
+        tell(setup, Stage.PREFILL, prefill)
+    seen = []
+    for units in (0, 1, 3, 30, HALF, ALL):
+        cell.announce(units, None)
+        seen.append(division(setup, cell).counts["demanded"])
+    assert seen == demanded
     cell.close()
 
 
@@ -70,4 +98,4 @@ def test_what_is_said_is_in_one_file_for_each_side_beside_the_page(setup: Setup)
     others = {path.name for path in page.parent.iterdir()} - {page.name}
     assert others == {"encode-0.cell.encode.json", "encode-0.cell.prefill.json"}
     content = json.loads(page.with_name("encode-0.cell.prefill.json").read_text())
-    assert content == asdict(GATE)
+    assert content == asdict(GATE) | {"parts": []}

@@ -6,7 +6,7 @@ import pytest
 
 from easerve.engines.partition.cell import IDLE, Cell, Word
 from easerve.engines.partition.sides import POLL_S, DriverError, EncodeSide, PrefillSide
-from easerve.policy.partition import ALL, HALF, Gate, Indivisible, Layout
+from easerve.policy.partition import ALL, HALF, Gate, Indivisible, Layout, Levels
 from easerve.types import NS_PER_S, Stage
 
 MS = NS_PER_S // 1000
@@ -154,11 +154,11 @@ def test_a_forward_that_begins_after_its_lease_has_nothing(device: Device) -> No
 def test_what_stands_is_left_between_batches(device: Device) -> None:
     device.cell.announce(HALF, None)
     for _ in range(2):
-        assert (device.encode.begin(), device.step()) == (72, 72)
+        assert (device.encode.begin(), device.step()) == (64, 64)
         device.encode.end()
         device.now_ns += 100 * LEASE_NS
-        assert device.step() == 72
-    assert device.encode_driver.asked == [(Stage.ENCODE, 72)]
+        assert device.step() == 64
+    assert device.encode_driver.asked == [(Stage.ENCODE, 64)]
 
 
 def test_a_device_that_cannot_be_divided_is_shared(tmp_path: Path) -> None:
@@ -393,6 +393,46 @@ def test_a_side_that_could_not_divide_from_the_start_makes_them_take_turns(
     assert device.step() == 0
     assert device.now_ns - began_ns >= 5 * MS, "prefill paused"
     assert device.errors == []
+
+
+# Warm-up ------------------------------------------------------------------------------------------
+
+
+LEVELS = Levels(132, 8, 1, (8, 24, 120))
+
+
+@pytest.mark.parametrize("stage", [Stage.ENCODE, Stage.PREFILL])
+def test_each_part_that_is_made_is_warmed_up_once_and_left(tmp_path: Path, stage: Stage) -> None:
+    device = Device(tmp_path / "cell", LEVELS)
+    encode = stage is Stage.ENCODE
+    driver = device.encode_driver if encode else device.prefill_driver
+    side = device.encode if encode else device.prefill
+    worked: list[int] = []
+    side.warm_up(lambda: worked.append(driver.units))
+    assert worked == [8, 24, 120]
+    assert driver.asked == [(stage, units) for units in (8, 24, 120, 0)]
+    device.announce(20)
+    assert side.begin() == 24
+    device.cell.close()
+
+
+@pytest.mark.parametrize("layout", [GPU, Layout(4), Gate(1), Indivisible(132)])
+def test_parts_that_are_not_made_need_no_warm_up(tmp_path: Path, layout: Layout) -> None:
+    device = Device(tmp_path / "cell", layout)
+    for side in (device.encode, device.prefill):
+        side.warm_up(lambda: pytest.fail("there is nothing to be made"))
+    assert not device.encode_driver.asked + device.prefill_driver.asked
+    device.cell.close()
+
+
+def test_a_driver_that_fails_at_warm_up_is_reported_once(tmp_path: Path) -> None:
+    device = Device(tmp_path / "cell", LEVELS)
+    device.encode_driver.broken = True
+    device.encode.warm_up(lambda: pytest.fail("it has no part"))
+    assert device.errors == ["no more"]
+    assert device.encode_driver.units == 0
+    assert device.cell.state().encode_failed
+    device.cell.close()
 
 
 # Restarts -----------------------------------------------------------------------------------------

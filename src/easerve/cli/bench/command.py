@@ -195,10 +195,13 @@ def run_measured(
 
 
 def check_writable(path: Path) -> None:
-    """Before minutes of measuring, not after."""
+    """Before minutes of measuring, not after. What is there stays as it is."""
+    existed = path.exists()
     try:
         with path.open("a"):
             pass
+        if not existed:
+            path.unlink()
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
 

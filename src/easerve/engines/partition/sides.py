@@ -93,8 +93,9 @@ class _Side:
         """Do ``work`` once on every part, where parts are made rather than chosen."""
         if isinstance(self._driver.layout, Levels):
             for part in self._driver.layout.parts:
-                if self._confine(part):
-                    work()
+                if not self._confine(part):
+                    return
+                work()
             self._confine(0)
 
     def _confine(self, units: int) -> bool:

@@ -6,6 +6,7 @@ has left, or this process has ended.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
 from itertools import count
@@ -14,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from easerve.engines.partition.cell import Cell
+from easerve.engines.partition.cell import Cell, Word
 from easerve.engines.partition.setup import division, read_setup
 from easerve.engines.partition.sides import LEASE_NS
 from easerve.policy.partition import MAX_UNITS, Demand
@@ -23,6 +24,7 @@ from easerve.types import NS_PER_S
 DEMAND = "x-easerve-demand"
 PARTITION = "/easerve/partition"
 STANDING = "standing"
+STUCK_S = 5.0  # without a forward, or a request that begins or ends: the worker hangs
 RENEW_S = LEASE_NS / NS_PER_S / 4
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Any]]
@@ -56,6 +58,7 @@ class Announcer:
         self._standing = 0
         self._numbers = count()
         self._renewing: asyncio.Task[None] | None = None
+        self._moved_s = 0.0  # when a request or a forward last began or ended
         self._publish()  # what one before it, which was killed, had announced
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -88,6 +91,7 @@ class Announcer:
     async def _announced(self, units: int) -> AsyncIterator[None]:
         number = next(self._numbers)
         self._open[number] = units
+        self._moved_s = time.monotonic()
         self._publish()
         if self._renewing is None:
             self._renewing = asyncio.create_task(self._renew())
@@ -95,20 +99,25 @@ class Announcer:
             yield
         finally:
             del self._open[number]
+            self._moved_s = time.monotonic()
             self._publish()
 
     def _publish(self) -> None:
-        """The most that an open request wants, or what stands."""
-        units = max(self._open.values(), default=0)
+        """The most that an open request wants, or what stands. A worker that hangs gets nothing."""
+        hangs = time.monotonic() - self._moved_s > STUCK_S
+        units = 0 if hangs else max(self._open.values(), default=0)
         if units > self._standing:
             self._cell.announce(units, LEASE_NS, several=len(self._open) > 1)
         else:
             self._cell.announce(self._standing, None)
 
     async def _renew(self) -> None:
+        num_forwards = self._cell.words[Word.ENCODE_FORWARDS]
         try:
             while self._open:
                 await asyncio.sleep(RENEW_S)
+                if num_forwards != (num_forwards := self._cell.words[Word.ENCODE_FORWARDS]):
+                    self._moved_s = time.monotonic()
                 self._publish()
         finally:
             self._renewing = None

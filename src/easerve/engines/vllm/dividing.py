@@ -1,6 +1,8 @@
 """What is added to the launch of an encoder and its local prefill engine that divide a device."""
 
 import json
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +16,7 @@ MIDDLEWARE = "easerve.engines.vllm.announcer.Announcer"
 # Other ranks, other processes that announce, another worker, graphs that stay on the SMs they had.
 LEAVES = frozenset(
     "--pipeline-parallel-size -pp --tensor-parallel-size -tp --data-parallel-size -dp "
-    "--api-server-count -asc --worker-cls --compilation-config -cc -O".split()
+    "--api-server-count -asc --worker-cls --compilation-config -cc --optimization-level -O".split()
 )
 EAGER = {"cudagraph_mode": "NONE"}
 
@@ -32,11 +34,16 @@ def setup_of(
             "partition: of several encoders each needs cores of its own (encode.cores)"
         )
     for argument in (*deployment.engine.extra_args, *member.section.extra_args):
-        if argument.partition("=")[0] in LEAVES:
+        if _option(argument) in LEAVES:
             raise ConfigError(
                 f"extra_args: {argument} does not go with the section partition: it would take "
                 f"{member.worker_id} out of its part of the device"
             )
+    cores, keeps = member.cores or tuple(os.sched_getaffinity(0)), partition.min_prefill_units or 1
+    if choice.rung == "cpu" and keeps >= len(cores):
+        raise ConfigError(
+            f"partition.min_prefill_units: {keeps} of {len(cores)} cores leave encode none"
+        )
     encoder = member.beside[0] if member.beside else member.worker_id
     return Setup(
         cell=str(run_dir / f"{encoder}.cell"),
@@ -47,6 +54,12 @@ def setup_of(
         hold_s=partition.hold_s,
         patience_s=partition.patience_s,
     )
+
+
+def _option(argument: str) -> str:
+    """Its name, of the ways that vLLM takes it: ``--a_b=c``, ``--a-b.c``, ``-O3``."""
+    name = re.split("[=.]", argument)[0].replace("_", "-")
+    return name[:2] if name.startswith("-O") else name
 
 
 def arguments(deployment: Deployment, member: Member, setup: Setup) -> Iterator[str]:

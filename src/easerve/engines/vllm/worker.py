@@ -57,8 +57,10 @@ class EncodeWorker(DividedWorker):
         try:
             return run(scheduler_output)
         finally:
-            self.finish()
-            self.side.end()
+            try:
+                self.finish()
+            finally:
+                self.side.end()
 
     def finish(self) -> None:
         """Wait until what was submitted has run."""
