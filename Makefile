@@ -1,7 +1,8 @@
 # The same commands for people and for CI.
 PYTHON ?= python3
 BIN := .venv/bin
-UNIT := PYTHONHASHSEED=0 $(BIN)/pytest -m "not engines" -n 3 --dist loadfile
+# pytest rewrites every test file, in each of its processes, unless it may keep what it made of it.
+UNIT := PYTHONDONTWRITEBYTECODE= PYTHONHASHSEED=0 $(BIN)/pytest -n 3 --dist loadfile
 export PYTHON
 
 .PHONY: install demo test test-unit soak check fmt docs docs-batching model accuracy random-models clean
@@ -22,11 +23,11 @@ demo: .venv/cpu  ## E, P and D on this CPU answer a question about a picture
 	@$(BIN)/easerve demo
 
 test: .venv/cpu  ## every test, with real engines
-	$(UNIT) --cov --cov-report=term
+	$(UNIT) -m "not engines" --cov --cov-report=term
 	$(BIN)/pytest -m engines
 
-test-unit: .venv/dev  ## everything that needs no engine
-	$(UNIT)
+test-unit: .venv/dev  ## what needs no engine and is not long
+	$(UNIT) -m "not engines and not long"
 
 MINUTES ?= 30
 soak: .venv/cpu  ## load with offload for MINUTES=30: nothing fails, answers right, nothing grows

@@ -592,6 +592,7 @@ for path in sys.argv[1:]:
 """
 
 
+@pytest.mark.long
 def test_the_real_core_decides_the_same_in_another_process(tmp_path: Path) -> None:
     runs = [list(scenario(seed)) for seed in range(20)]
     paths = [write(tmp_path / str(seed), steps, DIVIDED) for seed, steps in enumerate(runs)]

@@ -460,7 +460,9 @@ PLANS = (  # of one seed; steps of each
 )
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 10))]
+)
 def test_a_hundred_thousand_steps_go_well(seed: int, tmp_path: Path) -> None:
     seen: Counter[str] = Counter()
     for number, (num, layout, patience_ns, hold_ns) in enumerate(PLANS):
