@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import cycle
 from random import Random
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -365,7 +366,7 @@ class Driver(RuleBasedStateMachine):
         assert len(self.model.requests) <= ADMISSION.max_requests
 
 
-TestDriver = Driver.TestCase
+TestDriver = pytest.mark.long(Driver.TestCase)
 TestDriver.settings = settings(
     deadline=None, derandomize=True, max_examples=90, stateful_step_count=60
 )

@@ -16,6 +16,7 @@ from easerve.types import NS_PER_S, MediaItem, Modality
 from .scenario import D0, DEFAULTS, E0, E1, L0, P0, P1, joined, shape_of
 from .virtual import Arrival, World, gamma_gaps_s
 
+pytestmark = pytest.mark.long
 NUM_REQUESTS = 60
 COSTS = LinearCosts(
     encode_base_s=0.1,

@@ -1243,6 +1243,7 @@ LOCAL_TOO = (*TWO_OF_EACH, "l0", "l1")
     ids=["1e1p1d", "2e2l2p2d"],
 )
 @pytest.mark.parametrize("when", ["none", "slack"])
+@pytest.mark.long
 async def test_under_load_every_answer_is_right_and_nothing_is_left(
     serve: Serve, engines: Sequence[str], share: float, when: str
 ) -> None:
