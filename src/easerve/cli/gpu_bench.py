@@ -29,7 +29,7 @@ from easerve.sim.device import EQUAL, Model, SimulatedDevice
 
 LIMITS_S = {"card": 20.0, "threads": 20.0, "processes": 35.0, "surface": 75.0, "contention": 75.0}
 """Of each step, with about ten seconds for torch and CUDA to start; 4 minutes in all."""
-GRACE_S = 5.0
+GRACE_S = 12.0  # longer than a step waits for an MPS daemon to quit
 SIMULATED_S = 20.0
 SEED = 0
 

@@ -162,12 +162,13 @@ def describe(division: Division) -> str:
     drivers = {driven.driver for driven in sides.values() if driven is not None}
     if len(drivers) > 1:
         each = ", ".join(f"{side} by {driven.driver}" for side, driven in sides.items() if driven)
-        return f"[red]its device is divided by one engine only: {each}[/red]"
+        return f"its device is divided by one engine only: {each}"
     driven = next(filter(None, sides.values()), None)
     if driven is None:
-        return "[red]its engines do not say how its device is divided[/red]"
-    parts = f", {driven.parts[-1]} at most for encode" if driven.parts else ""
-    return f"device divided by {driven.driver} ({driven.why}): {driven.total} units{parts}"
+        return "its engines do not say how its device is divided"
+    most = driven.parts[-1] if driven.parts else 0
+    units = f": {driven.total} units, {most} at most for encode" if most else ""
+    return f"device divided by {driven.driver} ({driven.why}){units}"
 
 
 def run(deployment: Deployment, decision_log: Path | None = None) -> int:
@@ -220,7 +221,7 @@ async def _serve(deployment: Deployment, log: StepLog | None) -> int:
                     soft_wrap=True,
                 )
                 for line in (*divide.refusals(deployment), *divisions(running)):
-                    console.print(line, soft_wrap=True)
+                    console.print(line, soft_wrap=True, markup=False)
                 await stop.wait()
                 console.print("ending: open requests are finished first; Ctrl-C again ends now")
         except asyncio.CancelledError:

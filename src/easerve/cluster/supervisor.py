@@ -160,7 +160,7 @@ class Supervisor:
                     os.kill(pid, signal.SIGTERM)
             while time.monotonic() < deadline and any(_is_alive(pid) for pid in pids):
                 time.sleep(0.05)
-        for pid in self._names:
+        for pid in sorted(self._names, key=lambda pid: self._names[pid] == MPS):
             _kill_group(pid)
         _reap_all()
         shutil.rmtree(self._run_dir, ignore_errors=True)
