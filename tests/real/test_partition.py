@@ -162,7 +162,7 @@ def test_masks_follow_every_encode_batch_and_its_end(
     with watching(divided, seen):
         for seed in (1, 2):
             asyncio.run(pictures_and_texts(divided, seed))
-    most = division(divided)["encode"]["most"]
+    most = division(divided)["encode"]["parts"][-1]
     wrong = {key for key in seen if key[0] == "local-prefill-0" and key[2] != mask_beside(key[1])}
     assert not wrong, seen
     assert seen["local-prefill-0", most, mask_beside(most)], "beside an encode"
