@@ -138,6 +138,7 @@ def test_torch_is_asked_for(
     assert "torch is not installed" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_the_parent_and_the_steps_need_no_torch() -> None:
     code = "import sys; from easerve.cli import gpu_bench; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0

@@ -511,6 +511,7 @@ def two_queues(where: str, local_token_s: float = FITS_S, seed: int = 3, **other
     return Outcome(mean(times), times[int(0.99 * len(times))], off)
 
 
+@pytest.mark.long
 def test_a_kept_share_cuts_the_tail_and_by_tokens_it_is_as_good_as_the_shorter_queue() -> None:
     made = {where: [two_queues(where, seed=seed) for seed in range(2)] for where in RULES}
     p99_s = {where: mean(run.p99_s for run in runs) for where, runs in made.items()}

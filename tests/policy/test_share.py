@@ -260,6 +260,7 @@ print("".join(side[0] for side in Stream("bernoulli", 550_000_000, offload_seed=
 
 
 @pytest.mark.parametrize("hash_seed", ["1", "2"])
+@pytest.mark.long
 def test_a_hash_draws_the_same_in_another_process(hash_seed: str) -> None:
     root = str(Path(__file__).parents[2])
     ran = subprocess.run(

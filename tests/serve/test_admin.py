@@ -263,6 +263,7 @@ async def test_the_next_batches_go_by_the_new_knobs(
     assert server.encode_calls == calls
 
 
+@pytest.mark.long
 async def test_knobs_are_turned_under_load_without_a_failed_request(serve: Serve) -> None:
     engines = ["e0", "e1", "l0", "p0", "d0"]
     server = await serve(engines, server={"api_key": KEY, "admin_token": TOKEN})

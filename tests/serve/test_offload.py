@@ -189,6 +189,7 @@ async def test_local_is_beside_the_encoder_that_encodes(serve: Serve) -> None:
 @pytest.mark.parametrize(
     ("name", "other", "side"), [("l0", "p0", "remote"), ("p0", "l0", "local")], ids=["l0", "p0"]
 )
+@pytest.mark.long
 async def test_without_the_engine_of_a_side_all_goes_to_the_other_until_it_is_back(
     serve: Serve, name: str, other: str, side: str
 ) -> None:
