@@ -209,7 +209,7 @@ async def test_a_local_prefill_engine_that_was_killed_comes_back(
     async with serve() as running:
         for count in (1, 2):
             before = await kill(running, LOCAL)
-            await until(lambda: LOCAL in joined(running))
+            await until(lambda: LOCAL in joined(running) and LOCAL in running.cluster.pids)
             assert running.cluster.pids[LOCAL] != before
             assert joined(running) == sorted(ALL)
             assert len(caplog.messages) >= count
