@@ -40,6 +40,7 @@ async def make(folders: Folders) -> AsyncIterator[Make]:
         pipes = folders.run / "mps"
         daemon = MpsDaemon(
             (sys.executable, "-c", script),
+            mps.daemon_environment({}, pipes, folders.logs),
             pipes,
             folders.logs,
             static=False,

@@ -257,7 +257,7 @@ def make_cluster(
     choice = chosen and chosen[1]
     specs = launch.engine_specs(deployment, plan, run, logs, token, info.media_at_prefill, choice)
     divide.make_cells(specs)
-    mps = divide.daemon(deployment, run, logs)
+    mps = divide.daemon(deployment, chosen, run, logs)
     return LocalCluster(folders, specs, fork_server(deployment, info, specs), on_exit, mps)
 
 

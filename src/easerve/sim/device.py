@@ -17,6 +17,13 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
+from easerve.engines.partition.gpu import (
+    CHUNK_TOKENS,
+    VIT_HEADS,
+    VIT_LAYERS,
+    VIT_TOKENS,
+    VIT_WIDTH,
+)
 from easerve.policy.partition import Layout
 from easerve.types import NS_PER_S, Stage
 
@@ -82,8 +89,6 @@ class Tile(NamedTuple):
 
 
 TILES = (Tile(128, 256, 1.0), Tile(128, 128, 0.9), Tile(64, 64, 0.6))
-VIT_LAYERS, VIT_WIDTH, VIT_HEADS, VIT_TOKENS = 24, 1024, 16, 577
-CHUNK_TOKENS = 2048
 ROUNDING = 1e-9
 
 

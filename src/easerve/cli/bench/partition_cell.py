@@ -4,20 +4,24 @@ Each call is timed by itself, so every figure has one reading of the clock in it
 """
 
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import closing
 from statistics import median, quantiles
 
 from easerve.bench.report import Section, Table
 from easerve.cli.bench.encode import Result
 from easerve.cli.doctor import SHM_ROOT
-from easerve.engines.partition.cell import Cell
+from easerve.engines.partition.cell import Cell, scratch
 from easerve.engines.partition.cpu import CpuDriver
-from easerve.engines.partition.sides import LEASE_NS, DriverError, EncodeSide, PrefillSide
+from easerve.engines.partition.sides import (
+    LEASE_NS,
+    DriverError,
+    EncodeSide,
+    PrefillSide,
+    Undivided,
+)
 from easerve.policy.partition import Hold, Layout
 from easerve.types import Stage
 
@@ -30,22 +34,10 @@ READ, IDLE_READ = "read + decide", "read + decide, nothing demanded"
 Call = Callable[[], object]
 
 
-class Unswitched:
-    """A driver of a device of which no part is ever another."""
-
-    name, layout = "none", LAYOUT
-
-    def confine(self, stage: Stage, units: int) -> None:
-        """Once, as the demand stays the same."""
-
-    def close(self) -> None:
-        pass
-
-
 def measure(num: int, tick: Callable[[str], None] = lambda _: None) -> Result:
     """``num`` calls of each kind, a tenth as many switches; times in ns, ``goal_met`` by READ."""
     rows = []
-    with _cell() as cell:
+    with scratch(SHM_ROOT) as path, closing(Cell(path)) as cell:
         for name, call, before in _calls(cell):
             tick(f"partition, {name}")
             rows.append(_row(name, call, num, before))
@@ -59,8 +51,9 @@ def measure(num: int, tick: Callable[[str], None] = lambda _: None) -> Result:
 def _calls(cell: Cell) -> Iterator[tuple[str, Call, Call]]:
     """A name, what is timed, and what goes before it untimed."""
     hold, nothing = Hold(LEASE_NS), lambda: None
-    prefill = PrefillSide(cell, Unswitched(), _raise, LEASE_NS)
-    encode = EncodeSide(cell, Unswitched(), _raise)
+    unswitched = Undivided("none", LAYOUT)
+    prefill = PrefillSide(cell, unswitched, _raise, LEASE_NS)
+    encode = EncodeSide(cell, unswitched, _raise)
 
     def read() -> int:
         return hold.leave(prefill.wanted(), cell.clock_ns())
@@ -73,18 +66,6 @@ def _calls(cell: Cell) -> Iterator[tuple[str, Call, Call]]:
     yield "prefill's end", prefill.end, prefill.begin
     yield "encode's begin, the same part as before", encode.begin, encode.end
     yield "encode's end", encode.end, encode.begin
-
-
-@contextmanager
-def _cell() -> Iterator[Cell]:
-    with tempfile.NamedTemporaryFile(prefix="easerve-", dir=SHM_ROOT) as file:
-        path = Path(file.name)
-        Cell.create(path)
-        cell = Cell(path)
-        try:
-            yield cell
-        finally:
-            cell.close()
 
 
 def _switch(num_threads: int, num: int) -> Result:

@@ -15,8 +15,10 @@ processes of a host share.
 
 import mmap
 import os
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -181,3 +183,12 @@ class Cell:
             words[Word.ENCODE_CONFINES] == FAILED,
             words[Word.PREFILL_CONFINES] == FAILED,
         )
+
+
+@contextmanager
+def scratch(folder: Path | None = None) -> Iterator[Path]:
+    """A page for a bench, below ``folder`` or wherever there is room; gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="easerve-", dir=folder) as made:
+        path = Path(made) / "cell"
+        Cell.create(path)
+        yield path

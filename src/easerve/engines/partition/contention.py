@@ -7,16 +7,14 @@ sides. They are one thread here, so that a simulated device can have a clock of 
 
 import dataclasses
 import random
-import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from statistics import fmean
 
-from easerve.engines.partition.cell import Cell
+from easerve.engines.partition.cell import Cell, scratch
 from easerve.engines.partition.sides import (
     LEASE_NS,
     POLL_S,
@@ -153,22 +151,10 @@ def compare(
         alone_per_s = None
         for case in CASES:
             tick(f"{case.name}, {step} steps")
-            with _cell(device) as cell:
+            with scratch() as path, closing(Cell(path, device.now_ns)) as cell:
                 row = Contention(device, cell, setting, case, trace, chunks).run(step)
             alone_per_s = alone_per_s or row.prefill_per_s
             yield dataclasses.replace(row, prefill_share=row.prefill_per_s / alone_per_s)
-
-
-@contextmanager
-def _cell(device: Device) -> Iterator[Cell]:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "cell"
-        Cell.create(path)
-        cell = Cell(path, device.now_ns)
-        try:
-            yield cell
-        finally:
-            cell.close()
 
 
 @dataclass(slots=True)

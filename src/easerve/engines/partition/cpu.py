@@ -7,6 +7,7 @@ launcher sets OMP_WAIT_POLICY=passive, and nothing binds threads to cores but th
 import contextlib
 import os
 from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 from easerve.engines.partition.sides import DriverError
@@ -44,10 +45,7 @@ class CpuDriver:
         cores = self._cores[:units] if stage is Stage.ENCODE else self._cores[units:]
         cores = cores if units else self._cores
         try:
-            os.sched_setaffinity(0, cores)  # first the caller, of whom new ones inherit
-            for task in _tasks() - self._left_alone:
-                with contextlib.suppress(ProcessLookupError):
-                    os.sched_setaffinity(int(task), cores)
+            move_threads(cores, self._left_alone)
         except OSError as error:
             raise DriverError(f"cores {cores}: {error.strerror}") from None
         self._set_num_threads(len(cores))
@@ -55,6 +53,15 @@ class CpuDriver:
     def close(self) -> None:
         with contextlib.suppress(DriverError):
             self.confine(Stage.PREFILL, 0)
+
+
+def move_threads(cores: Iterable[int], left_alone: AbstractSet[str] = frozenset()) -> None:
+    """Of this process, to these cores, but for the tasks that are ``left_alone``."""
+    cores = set(cores)
+    os.sched_setaffinity(0, cores)  # first the caller, of whom new ones inherit
+    for task in _tasks() - left_alone:
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(int(task), cores)
 
 
 def _tasks() -> set[str]:

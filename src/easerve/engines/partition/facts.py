@@ -33,7 +33,8 @@ from easerve.engines.partition.sides import DriverError
 NVIDIA_DRIVER = "dev/nvidiactl"
 NO_PIPES = os.devnull
 """As pipe directory: CUDA goes without MPS."""
-OMP = ("OMP_WAIT_POLICY", "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+OMP = ("OMP_WAIT_POLICY", *BINDING)
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
 LIBRARIES = ("usr/local/lib", "usr/lib", "usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu")
 PROBE = "easerve.engines.partition.facts"

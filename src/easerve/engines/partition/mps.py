@@ -31,6 +31,8 @@ PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 PRIORITY, BELOW_NORMAL = "CUDA_MPS_CLIENT_PRIORITY", "1"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+HIDDEN = (VISIBLE, PERCENTAGE, PARTITION)
+"""What a daemon of ours may not have in its environment."""
 DEFAULT_PIPES = Path("/tmp/nvidia-mps")  # noqa: S108 (the driver's own)
 NUM_CONNECTIONS = 8
 """Hardware queues of a client. MPS gives a client two, and kernels of one queue wait in turn."""
@@ -82,8 +84,7 @@ def daemon_environment(environment: Mapping[str, str], pipes: Path, logs: Path) 
     """
     if len(os.fsencode(pipes / "control_privileged")) > LONGEST_SOCKET:
         raise DriverError(f"MPS: {pipes} is too long for a socket's path; use a shorter one")
-    hidden = (VISIBLE, PERCENTAGE, PARTITION)
-    kept = {name: value for name, value in environment.items() if name not in hidden}
+    kept = {name: value for name, value in environment.items() if name not in HIDDEN}
     return {**kept, PIPES: str(pipes), LOGS: str(logs)}
 
 

@@ -73,19 +73,16 @@ class Announcer:
             await _answer(send, 400, {"error": {"message": f"{DEMAND}: {given!r}", "code": 400}})
             return
         if demand is not None:
-            self._stand(demand)
+            self._standing = demand[0] if demand[1] else 0
         if scope["path"] == PARTITION:
+            if demand is not None:
+                self._publish()
             await _answer(send, 200, division(self._setup, self._cell))
         elif demand is None:
             await self._app(scope, receive, send)
         else:
             async with self._announced(demand[0]):
                 await self._app(scope, receive, send)
-
-    def _stand(self, demand: tuple[int, bool]) -> None:
-        units, standing = demand
-        self._standing = units if standing else 0
-        self._publish()
 
     @asynccontextmanager
     async def _announced(self, units: int) -> AsyncIterator[None]:

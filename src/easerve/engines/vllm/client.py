@@ -35,8 +35,7 @@ T = TypeVar("T")
 GENERATE = "/inference/v1/generate"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 CONNECT_TIMEOUT_S = 5.0
-HEALTH_TIMEOUT_S = 2.0
-HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
+HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 QUERY_TIMEOUT_S = 1.0
 NOBODY_LISTENS = (errno.ECONNREFUSED, errno.ENOENT)
 KEEPALIVE_S = 30.0  # below VLLM_HTTP_TIMEOUT_KEEP_ALIVE
@@ -249,8 +248,7 @@ class VllmEngine:
 
     async def health(self) -> bool | None:
         try:
-            timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
-            async with self._session.get("/health", timeout=timeout) as response:
+            async with self._session.get("/health", timeout=HEALTH_TIMEOUT) as response:
                 return response.status == 200
         except aiohttp.ClientConnectorError as error:
             return False if error.os_error.errno in NOBODY_LISTENS else None

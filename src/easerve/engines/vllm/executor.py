@@ -4,11 +4,12 @@ vLLM's CPU platform turns the built-in ``uni`` executor into a multi-process one
 own is left alone. One process less per engine, and one import of vLLM less at start.
 """
 
-import contextlib
 import os
 from typing import Any
 
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+from easerve.engines.partition.cpu import move_threads
 
 
 class SingleProcessExecutor(UniProcExecutor):
@@ -22,7 +23,5 @@ class SingleProcessExecutor(UniProcExecutor):
         """
         cores = os.sched_getaffinity(0)
         result = super().initialize_from_config(*args, **options)
-        for task in os.listdir("/proc/self/task"):  # noqa: PTH208
-            with contextlib.suppress(ProcessLookupError):
-                os.sched_setaffinity(int(task), cores)
+        move_threads(cores)
         return result

@@ -117,6 +117,14 @@ def read(model: str) -> ModelInfo:
     return ModelInfo(capability, architecture, model_type, encoder, language, per_token)
 
 
+def config_of(model: str) -> Mapping[str, Any]:
+    """The model's config.json; empty for a hub model that was never downloaded."""
+    folder = Path(model)
+    file = folder / "config.json" if folder.is_dir() else _in_hub_cache(model)
+    config: Mapping[str, Any] = {} if file is None else json.loads(file.read_text())
+    return config
+
+
 def _in_hub_cache(model: str) -> Path | None:
     """The configuration of a hub model, once something has downloaded it."""
     try:

@@ -1,7 +1,6 @@
 """The MPS daemon through which the two engines of a GPU compute at once, started before them."""
 
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,22 +20,18 @@ NEEDED_BY = ("green-context", STATIC, PRIORITY)
 class MpsDaemon:
     """``argv``: of a daemon of our own, empty where one of ours runs already behind ``pipes``.
 
-    ``by_priority``: prefill's kernels come after the encoder's. ``encode_sms``: of static
-    partitions, None for half. ``uuids``: of the GPUs that engines name by
-    number.
+    ``env`` is its. ``by_priority``: prefill's kernels come after the encoder's. ``encode_sms``: of
+    static partitions, None for half. ``uuids``: of the GPUs that engines name by number.
     """
 
     argv: tuple[str, ...]
+    env: Mapping[str, str]
     pipes: Path
     logs: Path
     static: bool
     by_priority: bool
     encode_sms: int | None
     uuids: tuple[str, ...]
-
-    @property
-    def env(self) -> dict[str, str]:
-        return {mps.PIPES: str(self.pipes), mps.LOGS: str(self.logs)}
 
     def is_ready(self) -> bool:
         return mps.alive(self.pipes)
@@ -74,17 +69,16 @@ def mps_daemon(
     if choice.rung not in NEEDED_BY:
         return None
     static = choice.rung == STATIC
-    pipes, argv = Path(facts.mps.pipes), tuple[str, ...]()
+    pipes, argv, env = Path(facts.mps.pipes), tuple[str, ...](), dict[str, str]()
     if static or not facts.mps.alive:
         pipes = run_dir / "mps"
-        hidden = (mps.VISIBLE, mps.PERCENTAGE, mps.PARTITION)
-        unset = [word for name in hidden for word in ("-u", name)]
+        unset = [word for name in mps.HIDDEN for word in ("-u", name)]
         argv = ("env", *unset, *mps.command(static=static))
-        mps.daemon_environment(os.environ, pipes, log_dir)
+        env = mps.daemon_environment({}, pipes, log_dir)
     uuids = tuple(gpu.uuid for gpu in facts.gpus)
     encoders = (each for each in members(deployment) if each.stage is Stage.ENCODE)
     if (last := max(max(each.devices) for each in encoders)) >= len(uuids):
         raise ConfigError(f"GPU {last} of encode is not there: CUDA sees {len(uuids)}")
     by_priority = choice.rung == PRIORITY
     encode_sms = deployment.policy.encode_units
-    return MpsDaemon(argv, pipes, log_dir, static, by_priority, encode_sms, uuids)
+    return MpsDaemon(argv, env, pipes, log_dir, static, by_priority, encode_sms, uuids)
