@@ -5,7 +5,8 @@ BIN := .venv/bin
 UNIT := PYTHONDONTWRITEBYTECODE= PYTHONHASHSEED=0 $(BIN)/pytest -n 3 --dist loadfile
 export PYTHON
 
-.PHONY: install demo test test-unit soak check fmt docs docs-batching model accuracy random-models clean
+.PHONY: install demo test test-unit soak check fmt docs docs-batching docs-reproduction docs-validation model accuracy \
+	random-models clean
 
 install: .venv/cpu  ## the virtual environment with the CPU engines
 	@$(BIN)/easerve --version
@@ -44,7 +45,10 @@ fmt: .venv/dev  ## put the code in form
 	$(BIN)/ruff check --fix .
 
 docs: .venv/dev  ## what is generated from the code
+	@mkdir -p build
 	$(BIN)/python scripts/lifecycle_diagram.py
+	$(BIN)/python -m scripts.costs_tables > build/costs-tables.md
+	mv build/costs-tables.md docs/costs-tables.md
 
 # A torchvision that does not fit torch needs the fixes that the engines get.
 WITH_FIXES := PYTHONPATH=src/easerve/engines/vllm/site
@@ -53,6 +57,14 @@ docs-batching: .venv/dev  ## docs/batching-tables.md: the batching rules in virt
 	@mkdir -p build
 	$(BIN)/python -m scripts.batching_tables > build/batching-tables.md
 	mv build/batching-tables.md docs/batching-tables.md
+
+docs-reproduction: .venv/dev  ## docs/reproduction.md: the published experiments in virtual time (minutes)
+	$(BIN)/easerve reproduce
+
+docs-validation: .venv/cpu  ## docs/validation.md: simulated beside served, on this CPU (minutes, nothing else running)
+	@mkdir -p build
+	$(BIN)/easerve bench twin --rates 2,5,10,20,30 --requests 200 --rounds 2 --json > build/twin.json
+	$(BIN)/python -m scripts.validation_table build/twin.json docs/validation.md
 
 model: .venv/cpu  ## train the tiny model anew, into build/tiny-llava
 	$(WITH_FIXES) $(BIN)/python -m scripts.tiny_llava.train build/tiny-llava

@@ -18,8 +18,9 @@ from easerve.goodput import spread
 from easerve.policy.admission import Admission
 from easerve.policy.core import Core, Limits
 from easerve.serve.admin import knobs_of
-from easerve.sim.loop import Request, Run, Simulation
+from easerve.sim import plain
 from easerve.sim.oracle import best_mean_ttft_s
+from easerve.sim.run import Run
 from easerve.types import NS_PER_S, WorkerId
 from easerve.workload.arrivals import Arrivals
 
@@ -80,8 +81,8 @@ def simulate(regime: Regime, rule: dict[str, object], times_s: list[float]) -> R
     knobs = replace(knobs_of(policy.model_copy(update=rule)), max_queue_s=1e9)
     limits = Limits(request_timeout_ns=10**6 * NS_PER_S)
     core = Core(knobs, Admission(1 << 60, 1 << 60), regime.costs, limits)
-    simulation = Simulation(core, regime.costs, regime.workers)
-    return simulation.run(Request(at_s, (ITEM_TOKENS,), 100, 1) for at_s in times_s)
+    requests = [plain.request(at_s, [ITEM_TOKENS], 0, 1) for at_s in times_s]
+    return plain.simulate(core, regime.costs, regime.workers, requests)
 
 
 def times(rate_per_s: float, cv: float, num: int, seed: int) -> list[float]:

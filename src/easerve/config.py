@@ -402,6 +402,8 @@ def _explain(issue: dict[str, Any], section: type[Section]) -> str:
 
 def _keys_at(path: tuple[Any, ...], section: Any) -> list[str]:
     for part in path:
-        section = section.model_fields[part].annotation
-        section = next(iter(get_args(section)), section)  # of a section or None
+        if isinstance(part, str):  # else the place in a list of sections
+            section = section.model_fields[part].annotation
+        while args := get_args(section):  # a section or None, a list of sections
+            section = args[0]
     return list(section.model_fields)

@@ -65,6 +65,32 @@ class MediaItem:
 
 
 @dataclass(frozen=True, slots=True)
+class Picture:
+    """``width`` and ``height`` in pixels, as a client sends it."""
+
+    width: int
+    height: int
+
+
+@dataclass(frozen=True, slots=True)
+class Video:
+    """``frames`` pictures of ``width`` by ``height`` pixels."""
+
+    width: int
+    height: int
+    frames: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sound:
+    seconds: float
+
+
+Content = Picture | Video | Sound
+"""What a media item is before a model makes tokens of it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Shape:
     """What a prepared request asks of the stages.
 

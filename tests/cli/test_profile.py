@@ -17,7 +17,9 @@ from easerve.cli import profile, profile_here, profile_shown
 from easerve.cli.profile_engines import EnginesBench, Item
 from easerve.cli.profile_sweep import NUM_WARM_UPS, Plan, Sample, levels, sweep
 from easerve.config import ConfigError, Deployment
-from easerve.costs.profile import Capacity, Key, Peak, Profile, Runs, read
+from easerve.costs.base import Media
+from easerve.costs.profile import Capacity, Key, Peak, Profile, Runs, read, write
+from easerve.costs.profiled import costs_of, host_of
 from easerve.costs.roofline import encoder
 from easerve.engines.partition.facts import Facts, Gpu
 from easerve.engines.protocol import (
@@ -31,7 +33,9 @@ from easerve.engines.protocol import (
     Prompt,
 )
 from easerve.policy.partition import ALL, Demand
+from easerve.types import Modality
 
+from ..costs import stages
 from .conftest import Easerve
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +53,8 @@ KEY = Key(device="A CPU", units=4, torch="2", vllm="0", model="tiny", dtype="flo
     ("options", "message"),
     [
         (("--batches", "1,x"), "--batches: '1,x' is not a list of numbers"),
+        (("--parts", "surfaces"), "--parts: 'surfaces' is none of surface, stages"),
+        (("--parts", "stages", "--out", "/no/such"), "tiny-llava.yaml: No such file"),
         (("--units", "0"), "--units: 0 is not from 1"),
         (("--runs", "19"), "Invalid value for '--runs'"),
         (("--size", "336"), "--size: '336' is not e.g. 336x336"),
@@ -284,7 +290,7 @@ async def test_a_prefill_that_failed_is_heard_of() -> None:
 
 
 def asked(batches: Sequence[int], units: Sequence[int] | None = None) -> profile.Asked:
-    return profile.Asked(batches, units, 20, 0.025, None, Path("profiles"))
+    return profile.Asked(profile.PARTS, batches, units, 20, 0.025, None, Path("profiles"))
 
 
 def test_batches_that_a_call_does_not_hold_are_left_out() -> None:
@@ -329,8 +335,9 @@ async def test_a_batch_gets_the_fewest_units_that_meet_the_target_beside_prefill
     result = profile.result_of(await measured(), 0.008, None)
     assert result["min_units"] == {"1": 1, "8": 2, "64": 3}
     assert result["over_target"] == ["64"]
-    assert result["capacity_per_s"] == {"encode": 100, "prefill": 1000}
+    assert result["capacity_per_s"] == {"encode": 100, "prefill": 1000, "decode": None}
     assert result["roofline"] == []
+    assert result["stages"] is None
 
 
 async def test_a_forwards_place_under_the_roof() -> None:
@@ -353,6 +360,43 @@ async def test_everything_goes_onto_a_page(counted: bool) -> None:
     assert ("are not counted" in page) is not counted
 
 
+async def test_a_file_keeps_what_is_not_measured_if_it_is_of_this_device(tmp_path: Path) -> None:
+    file = tmp_path / "p.yaml"
+    both, surface = asked([1]), replace(asked([1]), parts=["surface"])
+    assert profile._kept(surface, file, KEY) is None
+    write((await measured()).model_copy(update={"stages": stages.made()}), file)
+    kept = profile._kept(surface, file, KEY)
+    assert kept is not None
+    assert kept.stages == stages.made()
+    assert profile._kept(both, file, KEY) is None
+    with pytest.raises(ConfigError, match=r"--parts surface: .*: the profile was made with"):
+        profile._kept(surface, file, KEY.model_copy(update={"units": 8}))
+
+
+async def test_stages_are_told_in_rows_and_go_onto_the_page() -> None:
+    rate = profile.decode_rate(stages.made())
+    assert rate == pytest.approx(8 / 0.002)
+    whole = (await measured()).model_copy(update={"stages": stages.made()})
+    whole = whole.model_copy(
+        update={"capacity": whole.capacity.model_copy(update={"decode_tokens_per_s": rate})}
+    )
+    result = profile.result_of(whole, 0.025, None)
+    assert result["capacity_per_s"]["decode"] == rate
+    told = result["stages"]
+    assert told["encode"][0] == {
+        "batch": 1,
+        "wall_p50_s": pytest.approx(0.009),
+        "engine_s": pytest.approx(0.003),
+        "api_s": pytest.approx(0.0045),
+    }
+    assert told["decode"][0]["step_p50_s"] == 0.002
+    assert told["pushes"][0]["usable_p50_s"] == 0.0004
+    assert told["host"]["handover_s"] == pytest.approx(0.0007)
+    page = html("profile", profile_shown.of_profile(json.loads(json.dumps(result))))
+    assert "8 of 512 tokens" in page
+    assert "Decode does 4,000 tokens/s" in page
+
+
 @pytest.mark.engines
 def test_the_tiny_model_is_profiled(easerve: Easerve, tmp_path: Path) -> None:
     ended = easerve("profile", EXAMPLE, "--batches", "1,2", "--out", tmp_path, "--json")
@@ -363,3 +407,8 @@ def test_the_tiny_model_is_profiled(easerve: Easerve, tmp_path: Path) -> None:
     assert {row["units"] for row in result["surface"]} >= {1, made.key.units}
     assert all(len(runs.forward_s) == 20 for runs in made.runs)
     assert min(*result["capacity_per_s"].values(), *made.peak.model_dump(exclude={"how"}).values())
+    costs, item = costs_of(Path(result["file"])), Media(Modality.IMAGE, made.item_tokens)
+    assert 0 < costs.encode([item]) < 1
+    assert 0 < costs.decode_step(1, 64) < costs.decode_step(16, 16 * 64) + costs.prefill(64)
+    assert made.stages is not None
+    assert min(host_of(made.stages).router_request_s, made.stages.render.api_s) > 0

@@ -12,6 +12,8 @@ from easerve.config import ConfigError
 from easerve.costs import profile
 from easerve.costs.profile import Capacity, Key, Peak, Profile, Runs
 
+from . import stages
+
 KEY = Key(device="A CPU", units=4, torch="2.13", vllm="0.32", model="tiny", dtype="float32")
 CELL = {"units": 1, "batch": 1, "contended": False, "forward_s": [1], "wall_s": [1]}
 
@@ -85,6 +87,17 @@ def test_what_was_written_is_read(file: Path) -> None:
     assert profile.read(file) == made(runs(1, 1, 0.02))
     assert file.read_text().startswith("# Written by easerve profile")
     assert [each.name for each in file.parent.iterdir()] == [file.name]
+
+
+def test_stages_are_written_and_read(tmp_path: Path) -> None:
+    whole = made(runs(1, 1, 0.02)).model_copy(update={"stages": stages.made()})
+    profile.write(whole, tmp_path / "p.yaml")
+    assert profile.read(tmp_path / "p.yaml") == whole
+
+
+def test_a_file_of_an_older_version_has_no_stages(file: Path) -> None:
+    assert "stages" not in file.read_text()
+    assert profile.read(file).stages is None
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,12 @@ import httpx
 import pytest
 
 from easerve.engines.partition.cell import IDLE, Cell, Word
+from easerve.policy.events import Divide, StartEncode, StartPrefill
 from easerve.policy.partition import RULES
+from easerve.serve.decisions import read, replay
+from easerve.types import Side
 
+from ..processes import wait_until
 from . import soak
 from .conftest import ADMIN_TOKEN, ROOT, RealServer, descendants, golden
 
@@ -32,8 +36,13 @@ pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="a single core cannot be 
 
 
 @pytest.fixture(scope="module")
-def divided(start: Callable[..., RealServer]) -> Iterator[RealServer]:
-    started = start("--port", "0", "--admin-token", ADMIN_TOKEN, source=DIVIDED)
+def divided(
+    start: Callable[..., RealServer], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RealServer]:
+    log = tmp_path_factory.mktemp("log") / "decisions.jsonl"
+    options = ("--port", "0", "--admin-token", ADMIN_TOKEN, "--decision-log", str(log))
+    started = start(*options, source=DIVIDED)
+    started.decision_log = log
     yield started.wait_ready()
     assert started.stop() == 0
 
@@ -214,3 +223,24 @@ def test_a_gate_makes_prefill_pause(divided: RealServer) -> None:
         if division(divided)["counts"]["paused_s"] > before:
             return
     pytest.fail("it never paused")
+
+
+def test_a_recorded_log_gives_the_same_actions(divided: RealServer, tmp_path: Path) -> None:
+    """Of all that was asked here: every rule, changed while serving, prefills of both sides."""
+    assert divided.decision_log is not None
+    log, copy = divided.decision_log, tmp_path / "decisions.jsonl"
+    size = log.stat().st_size
+
+    def written() -> bool:
+        ask(divided, [0])
+        return log.stat().st_size > size
+
+    wait_until(written, 10, "what was decided before, written")
+    copy.write_bytes(log.read_bytes())
+    assert replay(copy).difference is None
+    actions = [action for step in read(copy) for action in step.actions]
+    demands = {action.demand.reason for action in actions if isinstance(action, StartEncode)}
+    assert demands >= {"static", "gate", "shared", "no profile"}
+    assert any(isinstance(action, Divide) for action in actions)
+    sides = {each.placement.side for each in actions if isinstance(each, StartPrefill)}
+    assert sides == set(Side)

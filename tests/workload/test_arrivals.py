@@ -200,3 +200,22 @@ def test_a_step_that_cannot_be_is_refused(step: tuple[float, float]) -> None:
 
 def test_no_steps_are_no_arrivals() -> None:
     assert poisson_steps([], random.Random(1)) == []
+
+
+@pytest.mark.parametrize("kind", ["poisson", "gamma"])
+def test_rescaled_arrivals_end_at_the_number_of_requests_over_the_rate(kind: str) -> None:
+    """vLLM's bench: delays times (requests / rate) / last delay."""
+    cv = 2 if kind == "gamma" else None
+    for seed in SEEDS:
+        plain = Arrivals(kind, 4, cv).times(100, random.Random(seed))
+        times = Arrivals(kind, 4, cv, rescaled=True).times(100, random.Random(seed))
+        assert times[-1] == 25
+        assert times == pytest.approx([time_s * 25 / plain[-1] for time_s in plain])
+    assert Arrivals(kind, 4, cv, rescaled=True).times(0, random.Random(1)) == []
+
+
+def test_what_is_not_drawn_is_not_rescaled() -> None:
+    with pytest.raises(ValueError, match="constant arrivals are not drawn and take no rescaled"):
+        Arrivals("constant", 4, rescaled=True)
+    with pytest.raises(ValueError, match="trace arrivals are not drawn and take no rescaled"):
+        Arrivals("trace", path=Path("a"), rescaled=True)

@@ -173,6 +173,9 @@ def demo(
 @app.command()
 def profile(
     deployment: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="A deployment file.")],
+    parts: Annotated[
+        str, typer.Option(help="What to measure; of the other, what the file has is kept.")
+    ] = "surface,stages",
     batches: Annotated[str, typer.Option(help="Items of a forward.")] = "1,2,4,8,16",
     units: Annotated[
         str | None, typer.Option(help="Cores or SMs of a forward; default: up to 16 numbers.")
@@ -192,15 +195,16 @@ def profile(
     html: Annotated[Path | None, typer.Option(help="Write a report with charts.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Measure how long encode takes by compute units and batch, on this device."""
+    """Measure encode by compute units and batch, and what each stage costs, on this device."""
     from easerve.cli import profile as command
-    from easerve.cli.bench.command import Output, counts
+    from easerve.cli.bench.command import Output, counts, names
     from easerve.config import ConfigError
 
     try:
         measured = command.read(deployment)
         target_s = measured.policy.encode_target_s if target_ms is None else target_ms / 1e3
         asked = command.Asked(
+            names("parts", parts, command.PARTS),
             counts("batches", batches, command.MAX_BATCH),
             None if units is None else counts("units", units, command.MAX_UNITS),
             runs,
@@ -227,6 +231,108 @@ def replay(
     try:
         raise typer.Exit(command.run(file, json_output))
     except DecisionLogError as error:
+        fail(error, USAGE_ERROR)
+
+
+@app.command()
+def simulate(
+    scenario: Annotated[
+        Path, typer.Argument(metavar="SCENARIO.yaml", help="What is served, on what, how.")
+    ],
+    system: Annotated[
+        str | None,
+        typer.Option(help="Systems of the scenario, e.g. easerve,vllm, or all; default: its own."),
+    ] = None,
+    rate: Annotated[
+        str | None, typer.Option(help="Offered requests per second, e.g. 1,2,5.")
+    ] = None,
+    seeds: Annotated[
+        str | None, typer.Option("--seed", "--seeds", help="Same seed, same load; e.g. 1,2,3.")
+    ] = None,
+    variant: Annotated[
+        str | None, typer.Option(help="A variant of the scenario's experiment.")
+    ] = None,
+    over: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Change the scenario, e.g. systems.easerve.policy.when=gap."),
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write a trace that Perfetto shows; of one run.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a report with pictures.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Run systems over modelled engines in virtual time: no GPU, no model needed."""
+    from easerve.cli import simulate as command
+    from easerve.cli.bench.command import counts, numbers
+    from easerve.config import ConfigError
+
+    try:
+        asked = command.Asked(
+            scenario,
+            system,
+            None if rate is None else numbers("rate", rate),
+            None if seeds is None else counts("seeds", seeds, command.MAX_SEED),
+            variant,
+            over or (),
+            trace,
+            html,
+            json_output,
+        )
+        raise typer.Exit(command.run(asked))
+    except ConfigError as error:
+        fail(error, USAGE_ERROR)
+
+
+@app.command()
+def reproduce(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME]...", help="Scenarios of the folder; default: all."),
+    ] = None,
+    scenarios: Annotated[Path, typer.Option(help="The folder of scenarios.")] = Path("scenarios"),
+    out: Annotated[Path, typer.Option(help="Where the pages lie.")] = Path("docs"),
+    jobs: Annotated[
+        int, typer.Option("--jobs", "-j", min=0, max=1024, help="Processes; 0: one a core.")
+    ] = 0,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="What anchors need, one seed; writes nothing.")
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Exit code 1 if the pages are stale; writes nothing.")
+    ] = False,
+    pages: Annotated[
+        bool, typer.Option("--pages", help="Write the pages of what has been run; run nothing.")
+    ] = False,
+    fit: Annotated[
+        bool, typer.Option("--fit", help="Choose the knobs of fitted.yaml anew.")
+    ] = False,
+    figures: Annotated[
+        bool, typer.Option("--figures/--no-figures", help="Draw figures as well.")
+    ] = True,
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Simulate the published experiments and write them up beside what was published."""
+    import os
+
+    from easerve.cli.reproduce import command
+    from easerve.config import ConfigError
+
+    try:
+        asked = command.Asked(
+            names or (),
+            scenarios,
+            out,
+            jobs or os.cpu_count() or 1,
+            quick,
+            check,
+            pages,
+            fit,
+            figures,
+            json_output,
+        )
+        raise typer.Exit(command.execute(asked))
+    except ConfigError as error:
         fail(error, USAGE_ERROR)
 
 
@@ -363,6 +469,35 @@ def bench_transfer(
         fail(error, USAGE_ERROR)
 
 
+@bench.command("twin")
+def bench_twin(
+    deployment: Annotated[
+        Path | None, typer.Argument(metavar="[FILE.yaml]", help="Default: the tiny model.")
+    ] = None,
+    rates: Annotated[str, typer.Option(help="Requests per second.")] = "2,5,10,20",
+    requests: Annotated[int, typer.Option(min=1, help="Of a round at a rate.")] = 100,
+    rounds: Annotated[int, typer.Option(min=1, help="Of each rate, with other arrivals.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same requests.")] = 0,
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="Costs as easerve profile has written them; default: measured first."),
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a report with charts.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """The simulator beside reality: the same requests served, and simulated from a profile."""
+    from easerve.cli.bench import command
+    from easerve.cli.bench.twin import Plan, run
+    from easerve.config import ConfigError
+
+    try:
+        measured = command.read(deployment)
+        plan = Plan(command.numbers("rates", rates), requests, rounds, seed, profile)
+        raise typer.Exit(run(measured, plan, command.Output(json_output, html)))
+    except ConfigError as error:
+        fail(error, USAGE_ERROR)
+
+
 @bench.command("partition")
 def bench_partition(
     deployment: Annotated[
@@ -403,6 +538,26 @@ def bench_partition(
         asked = command.names("parts", parts, PARTS)
         output = command.Output(json_output, html)
         raise typer.Exit(command.bench_partition(measured, asked, plan, output))
+    except ConfigError as error:
+        fail(error, USAGE_ERROR)
+
+
+@bench.command("simulate")
+def bench_simulate(
+    scenario: Annotated[
+        Path | None,
+        typer.Argument(metavar="[SCENARIO.yaml]", help="Default: LLaVA on 8 RTX 6000 Ada."),
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Of the long run.")] = 10_000,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each is run.")] = 3,
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """How fast the simulator is: times real time, and seconds for many requests."""
+    from easerve.cli.bench import simulate as command
+    from easerve.config import ConfigError
+
+    try:
+        raise typer.Exit(command.run(scenario, requests, rounds, json_output))
     except ConfigError as error:
         fail(error, USAGE_ERROR)
 

@@ -1,8 +1,11 @@
-"""``easerve profile``: how long the encoder takes, by compute units and batch, on this device.
+"""``easerve profile``: how long the encoder takes, by compute units and batch, on this device; and
+what each stage costs, as a simulator needs it.
 
-Starts an encoder and its local prefill engine, as the deployment would; neither router nor decode.
+The first is measured on an encoder and its local prefill engine, without a router; the second on
+one engine of each stage that has its device to itself, behind the router.
 """
 
+import dataclasses
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -19,12 +22,15 @@ from easerve.cli.bench import command
 from easerve.cli.bench.others import Others
 from easerve.cli.profile_engines import EnginesBench, measured_peak, started
 from easerve.cli.profile_here import here, path_of
+from easerve.cli.profile_service import NUM_PARTS, ServiceBench, Span, serving
 from easerve.cli.profile_sweep import Plan, levels, sweep
 from easerve.cli.progress import StartProgress
 from easerve.config import ConfigError, Deployment, build, merge, read_file
 from easerve.costs import profile as profiles
 from easerve.costs import roofline
 from easerve.costs.profile import P50, Capacity, Key, Peak, Profile
+from easerve.costs.profiled import host_of
+from easerve.costs.stages import Stages
 from easerve.engines.partition import ladder
 from easerve.engines.vllm.launch import EngineSpec
 from easerve.engines.vllm.models import config_of
@@ -32,14 +38,18 @@ from easerve.policy.partition import HALF, MinUnits, Surface
 
 UNITS: Mapping[str, Literal["core", "SM"]] = {"cpu": "core", "cuda": "SM"}
 VALUE_BYTES = {"float32": 4}
+PARTS = ("surface", "stages")
 MAX_SIDE = 8192
 MAX_BATCH, MAX_UNITS = 1024, HALF - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """``units`` None: up to 16 numbers of them. ``size`` None: what the encoder was made for."""
+    """``parts``: of ``PARTS``; what the file has of the other is kept. ``units`` None: up to 16
+    numbers of them. ``size`` None: what the encoder was made for.
+    """
 
+    parts: Sequence[str]
     batches: Sequence[int]
     units: Sequence[int] | None
     num_runs: int
@@ -84,23 +94,50 @@ def run(deployment: Deployment, asked: Asked, output: command.Output) -> int:
     _check_folder(file)
     side = roofline.picture_side(config_of(deployment.model))
     size = asked.size or (side, side)
+    before = _kept(asked, file, key)
 
     async def measured(console: Console) -> dict[str, Any]:
-        peaks: list[Peak] = []
-        with StartProgress(console) as starting:
-
-            async def first(encoder: EngineSpec) -> None:
-                peaks.append(await measured_peak(deployment, encoder, starting))
-
-            async with started(deployment, size, starting, first) as bench:
-                starting.close()
-                made = await _measure(deployment, asked, bench, peaks[0], key, size, console)
+        made = before
+        if "surface" in asked.parts:
+            made = await _surface(deployment, asked, key, size, console)
+            if before is not None and before.stages is not None:
+                made = _joined(made, before.stages)
+        assert made is not None, "what is not measured is in the file"
+        if "stages" in asked.parts:
+            made = await _with_stages(made, deployment, asked.batches, console)
         profiles.write(made, file)
         console.print(f"profile: {file}", soft_wrap=True)
         work = roofline.encoder(config_of(deployment.model), *size)
         return result_of(made, asked.target_s, work) | {"file": str(file)}
 
     return command.run_measured(measured, profile_shown.of_profile, output, "EAServe profile")
+
+
+def _kept(asked: Asked, file: Path, key: Key) -> Profile | None:
+    """What there is of what is not measured. Raises ConfigError where that is needed and lacks."""
+    if set(PARTS) <= set(asked.parts):
+        return None
+    if "surface" in asked.parts and not file.exists():
+        return None
+    before = profiles.read(file)
+    if differs := profiles.mismatch(before.key, key):
+        raise ConfigError(f"--parts {','.join(asked.parts)}: {file}: {differs}")
+    return before
+
+
+async def _surface(
+    deployment: Deployment, asked: Asked, key: Key, size: tuple[int, int], console: Console
+) -> Profile:
+    """The first half."""
+    peaks: list[Peak] = []
+    with StartProgress(console) as starting:
+
+        async def first(encoder: EngineSpec) -> None:
+            peaks.append(await measured_peak(deployment, encoder, starting))
+
+        async with started(deployment, size, starting, first) as bench:
+            starting.close()
+            return await _measure(deployment, asked, bench, peaks[0], key, size, console)
 
 
 async def _measure(
@@ -136,6 +173,34 @@ async def _measure(
         peak=peak,
         runs=tuple(runs),
     )
+
+
+async def _with_stages(
+    made: Profile, deployment: Deployment, batches: Sequence[int], console: Console
+) -> Profile:
+    """The second half; ``others_cores`` becomes that of the half with the more of them."""
+    with StartProgress(console) as starting:
+        span = Span()
+        async with serving(deployment, starting, span) as running:
+            starting.close()
+            bench = ServiceBench(running, span, made.picture, batches)
+            with command.progress(console, NUM_PARTS) as tick:
+                others = Others()
+                stages = await bench.measure(tick)
+                others_cores = round(max(made.others_cores, others.cores()), 3)
+    return _joined(made, stages).model_copy(update={"others_cores": others_cores})
+
+
+def _joined(made: Profile, stages: Stages) -> Profile:
+    decode = {"decode_tokens_per_s": round(decode_rate(stages), 3)}
+    capacity = made.capacity.model_copy(update=decode)
+    return made.model_copy(update={"stages": stages, "capacity": capacity})
+
+
+def decode_rate(stages: Stages) -> float:
+    """Tokens per second with the most sequences that were measured, of the shortest context."""
+    most = max(stages.decode, key=lambda each: (each.sequences, -each.context))
+    return most.sequences / profiles.percentile(most.step_s, P50)
 
 
 def plan_of(asked: Asked, bench: EnginesBench, console: Console) -> Plan:
@@ -175,6 +240,7 @@ def result_of(made: Profile, target_s: float, work: roofline.Encoder | None) -> 
         "capacity_per_s": {
             "encode": made.capacity.encode_items_per_s,
             "prefill": made.capacity.prefill_tokens_per_s,
+            "decode": made.capacity.decode_tokens_per_s,
         },
         "min_units": {str(row.batch): row.units for row in table},
         "over_target": [str(row.batch) for row in table if not row.met],
@@ -195,7 +261,23 @@ def result_of(made: Profile, target_s: float, work: roofline.Encoder | None) -> 
         ],
         "peak": made.peak.model_dump(),
         "roofline": [] if work is None else _roofline(made, work),
+        "stages": None if made.stages is None else _stages(made.stages),
     }
+
+
+def _stages(stages: Stages) -> dict[str, Any]:
+    """Of each kind of call a row: what was asked, the median of the wall, the means."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for name in ("encode", "prefill", "decode", "pulls", "pushes"):
+        for each in getattr(stages, name):
+            row = each.model_dump()
+            (times,) = (key for key, value in row.items() if isinstance(value, tuple))
+            seconds = row.pop(times)
+            rows.setdefault(name, []).append(
+                row | {times.replace("_s", "_p50_s"): profiles.percentile(seconds, P50)}
+            )
+    host = dataclasses.asdict(host_of(stages))
+    return {**rows, "host": host, "crowding": stages.crowding}
 
 
 def _roofline(made: Profile, encoder: roofline.Encoder) -> list[Mapping[str, Any]]:

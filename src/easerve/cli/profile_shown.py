@@ -9,7 +9,8 @@ Result = dict[str, Any]
 
 
 def of_profile(result: Result) -> list[Section]:
-    return [_surface(result), _fewest(result), _roofline(result)]
+    stages = [] if result["stages"] is None else [_stages(result)]
+    return [_surface(result), _fewest(result), *stages, _roofline(result)]
 
 
 def _surface(result: Result) -> Section:
@@ -54,6 +55,43 @@ def _fewest(result: Result) -> Section:
     )
     table = Table("Fewest units that meet the target", ("batch", f"{result['unit']}s", "met"), rows)
     return Section("What a batch gets", text, [table])
+
+
+def _stages(result: Result) -> Section:
+    """One engine of each stage, call by call."""
+    stages, columns = result["stages"], ("", "ms, median", "core, ms", "API server, CPU ms")
+    rows: list[Sequence[Cell]] = []
+    for kind, name in (("encode", "batch"), ("prefill", "tokens"), ("pulls", "tokens")):
+        rows += [
+            (f"{kind.removesuffix('s')} {row[name]}", *_cells(row, "wall_p50_s"))
+            for row in stages[kind]
+        ]
+    steps = [
+        (f"{row['sequences']} of {row['context']} tokens", *_cells(row, "step_p50_s"))
+        for row in stages["decode"]
+    ]
+    host = [(name, 1e3 * value) for name, value in stages["host"].items() if name.endswith("_s")]
+    text = (
+        "One engine of each stage, none beside another. The core is the process that runs the "
+        "steps: for how long a call keeps it busy. A pull is of a KV cache, with one step. Of the "
+        f"rest, CPU time. Decode does {shown(result['capacity_per_s']['decode'])} tokens/s. With "
+        f"nothing to do the engines keep {stages['host']['idle_cores']:.2f} cores busy; beside an "
+        f"encoder that never rests, prefill needs {100 * stages['crowding']:.0f} % more "
+        "CPU time."
+    )
+    return Section(
+        "Stages",
+        text,
+        [
+            Table("Calls", columns, rows),
+            Table("Steps of decode", columns, steps),
+            Table("Around the engines", ("", "ms"), host),
+        ],
+    )
+
+
+def _cells(row: Result, wall: str) -> tuple[float, float, float]:
+    return 1e3 * row[wall], 1e3 * row["engine_s"], 1e3 * row["api_s"]
 
 
 def _roofline(result: Result) -> Section:

@@ -1,4 +1,5 @@
-"""Measured latency of an encoder by compute units and batch: a YAML file with every sample.
+"""What ``easerve profile`` has measured, as a YAML file: an encoder's latency, sample by sample, by
+compute units and batch; and the work of each stage (``stages``, which older files lack).
 
 A percentile is by nearest rank: the smallest value that so many percent of the values do not
 exceed. Of 20 runs the p95 is the 19th.
@@ -14,6 +15,7 @@ import yaml
 from pydantic import AwareDatetime, Field, ValidationError, model_validator
 
 from easerve.config import ConfigError, Positive, Seconds, Section
+from easerve.costs.stages import Stages
 
 P50, P95 = 50, 95
 HEAD = "# Written by easerve profile. Seconds are those of every run after the warm-ups.\n"
@@ -67,17 +69,22 @@ class Peak(Section):
 
 
 class Capacity(Section):
-    """Of an engine that has the device to itself, under load."""
+    """Of an engine that has the device to itself, under load.
+
+    ``decode_tokens_per_s``: with as many sequences as were measured at most.
+    """
 
     encode_items_per_s: Annotated[float, Field(gt=0)]
     prefill_tokens_per_s: Annotated[float, Field(gt=0)]
+    decode_tokens_per_s: Annotated[float, Field(gt=0)] | None = None
 
 
 class Profile(Section):
     """``unit``: what compute units are. ``picture``: width and height, in pixels, of all items.
 
     ``partition``: the driver that divided the device. ``item_tokens``: embeddings of an item.
-    ``others_cores``: that other processes kept busy meanwhile, in the mean.
+    ``others_cores``: that other processes kept busy meanwhile, in the mean. ``stages``: None in
+    files of older versions.
     """
 
     made: AwareDatetime
@@ -91,6 +98,7 @@ class Profile(Section):
     capacity: Capacity
     peak: Peak
     runs: Annotated[tuple[Runs, ...], Field(min_length=1)]
+    stages: Stages | None = None
 
     @model_validator(mode="after")
     def _one_place_for_each_cell(self) -> Self:

@@ -7,7 +7,7 @@ device that does P FLOP/s and moves B bytes/s is bound by memory below an intens
 (Williams, Waterman, Patterson: Roofline, 2009).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -178,16 +178,24 @@ def _grid(width: int, height: int, largest: int, patch: int) -> int:
     return ceil(int(width / scale) / patch) * ceil(int(height / scale) / patch)
 
 
-def _num_tiles(config: Mapping[str, Any], width: int, height: int, side: int) -> int:
-    """Of LLaVA-NeXT: those of the canvas that fits best, and the whole picture; of others one."""
-    canvases: list[tuple[int, int]] = config.get("image_grid_pinpoints") or []
+def best_canvas(canvases: Sequence[tuple[int, int]], width: int, height: int) -> tuple[int, int]:
+    """Of LLaVA-NeXT: the one that loses the least of a picture, then the smallest of these.
+
+    A canvas is (height, width) in pixels.
+    """
 
     def fit(canvas: tuple[int, int]) -> tuple[int, int]:
         scale = min(canvas[1] / width, canvas[0] / height)
         used = min(int(width * scale) * int(height * scale), width * height)
         return used, -canvas[0] * canvas[1]
 
+    return max(canvases, key=fit)
+
+
+def _num_tiles(config: Mapping[str, Any], width: int, height: int, side: int) -> int:
+    """Of LLaVA-NeXT: those of the canvas that fits best, and the whole picture; of others one."""
+    canvases: list[tuple[int, int]] = config.get("image_grid_pinpoints") or []
     if not canvases:
         return 1
-    best = max(canvases, key=fit)
+    best = best_canvas(canvases, width, height)
     return best[0] // side * (best[1] // side) + 1

@@ -278,6 +278,9 @@ class Core:
     def _dispatch_encode(self) -> None:
         if not self.pool.has(Stage.ENCODE, Stage.PREFILL, Stage.DECODE):
             return
+        if not self._encoding.num_queued:
+            self._batcher.rest()
+            return
         started = True
         while started:
             started = False

@@ -311,8 +311,11 @@ def _candidate(
     """
     taken: list[Entry] = []
     num_tokens = 0
-    for entry in queue:
-        if not any(admits(request) for request, _ in entry.waiters):
+    for entry in queue:  # long, when all is held back: a plain loop is several times faster
+        for request, _ in entry.waiters:
+            if admits(request):
+                break
+        else:
             continue
         num_more = num_tokens + entry.item.num_tokens
         if len(taken) == max_items or (taken and num_more > max_tokens):

@@ -43,6 +43,10 @@ class MicroBatcher:
         self._knobs, self._rule = knobs, RULES[knobs.when](knobs)
         self._encoding.retune(knobs)
 
+    def rest(self) -> None:
+        """Nothing waits."""
+        self.wake_ns = self._held_ns = None
+
     def close(self, pool: Pool, gate: Opening, backlog_s: float, now_ns: int) -> Iterator[Closing]:
         """The next batch, if one is to go now; several where it is spread over idle encoders.
 
@@ -51,7 +55,7 @@ class MicroBatcher:
         """
         self.wake_ns = None
         if not self._encoding.num_queued:
-            self._held_ns = None
+            self.rest()
         elif not self._rule.waits:
             (first, *_) = self._encoding.candidates(1, 0, gate.admits)
             yield self._closing(first.entries, PASS_THROUGH, pool, None, now_ns)

@@ -1,6 +1,6 @@
 """The engines the core knows, and what each of them holds."""
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from easerve.policy.events import DEFAULT_BATCH_TOKENS, DEFAULT_SLOTS
@@ -76,6 +76,7 @@ class Pool:
 
     def __init__(self) -> None:
         self._workers: dict[WorkerId, Worker] = {}
+        self._by_stage: dict[Stage, list[Worker]] = {}
         self.starved_since: dict[Stage, int] = {}
 
     def __iter__(self) -> Iterator[Worker]:
@@ -83,20 +84,29 @@ class Pool:
 
     def join(self, worker: Worker) -> None:
         self._workers[worker.worker_id] = worker
+        self._sort()
 
     def lose(self, worker_id: WorkerId) -> bool:
         """Forget an engine and what it held; False when it was not known."""
-        return self._workers.pop(worker_id, None) is not None
+        known = self._workers.pop(worker_id, None) is not None
+        self._sort()
+        return known
+
+    def _sort(self) -> None:
+        """By stage, which is asked for at every step."""
+        self._by_stage = {}
+        for worker in self:
+            self._by_stage.setdefault(worker.stage, []).append(worker)
 
     def get(self, worker_id: WorkerId | None) -> Worker | None:
         return None if worker_id is None else self._workers.get(worker_id)
 
     def has(self, *stages: Stage) -> bool:
         """Whether each of the stages has an engine."""
-        return {worker.stage for worker in self}.issuperset(stages)
+        return self._by_stage.keys() >= set(stages)
 
-    def of(self, stage: Stage) -> list[Worker]:
-        return [worker for worker in self if worker.stage is stage]
+    def of(self, stage: Stage) -> Sequence[Worker]:
+        return self._by_stage.get(stage, ())
 
     def sides(self) -> dict[Side, list[Worker]]:
         """The prefill engines, by side; a side without any is left out."""

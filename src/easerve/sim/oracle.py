@@ -1,8 +1,23 @@
-"""The best that batching could do, by trying everything: for tiny cases, with the future known."""
+"""What a modelled engine must do, found another way.
+
+The best that batching could do, by trying everything: for tiny cases, with the future known. And
+the mean time that Poisson arrivals wait for an engine, by the formula of Pollaczek and Khinchine.
+"""
 
 import heapq
 from collections.abc import Iterator, Sequence
 from statistics import fmean
+
+
+def pollaczek_khinchine_s(rate_per_s: float, services_s: Sequence[float]) -> float:
+    """Mean wait until service, first come, first served: rate E[S^2] / (2 (1 - rate E[S])).
+
+    Each of ``services_s`` is as likely as the others. Raises ValueError where the queue has no end.
+    """
+    load = rate_per_s * fmean(services_s)
+    if load >= 1:
+        raise ValueError(f"{load:g} engines' work comes to one")
+    return rate_per_s * fmean(each * each for each in services_s) / (2 * (1 - load))
 
 
 def best_mean_ttft_s(

@@ -2,7 +2,8 @@
 
 Times are seconds from the start and never decrease. What is drawn starts with a gap, so that the
 first request is no special case; a trace is taken as it is written. The first n times do not
-depend on how many are asked for: a run that is cut short has seen the same arrivals.
+depend on how many are asked for, unless they are rescaled: a run that is cut short has seen the
+same arrivals.
 """
 
 import itertools
@@ -19,6 +20,7 @@ PARAMETERS = {
     "trace": ("path",),
 }
 KINDS = tuple(PARAMETERS)
+DRAWN = ("poisson", "gamma")
 MIN_CV, MAX_CV = 1e-3, 1e3  # as good as constant, and as good as all at once
 
 
@@ -28,9 +30,9 @@ class Arrivals:
 
     ``rate_per_s`` is the mean rate. ``cv`` is the gaps' coefficient of variation, their standard
     deviation over their mean: 1 is Poisson, more is burstier. The gaps are gamma distributed with
-    shape 1 / cv², which is what vLLM's bench calls burstiness; unlike there, the times are not
-    stretched to end at the number of requests over the rate. ``path`` is the file that
-    ``read_trace`` reads.
+    shape 1 / cv², which is what vLLM's bench calls burstiness. ``rescaled``: the times are
+    stretched so that the last one is the number of requests over the rate, as vLLM's bench does.
+    ``path`` is the file that ``read_trace`` reads.
 
     Raises ValueError when a parameter is missing, not of this kind, or out of range.
     """
@@ -39,6 +41,7 @@ class Arrivals:
     rate_per_s: float | None = None
     cv: float | None = None
     path: Path | None = None
+    rescaled: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in PARAMETERS:
@@ -47,6 +50,8 @@ class Arrivals:
             given, needed = getattr(self, name) is not None, name in PARAMETERS[self.kind]
             if given != needed:
                 raise ValueError(f"{self.kind} arrivals {'need' if needed else 'take no'} {name}")
+        if self.rescaled and self.kind not in DRAWN:
+            raise ValueError(f"{self.kind} arrivals are not drawn and take no rescaled")
         if self.rate_per_s is not None and not 0 < self.rate_per_s < math.inf:
             raise ValueError(f"rate_per_s must be more than 0 and finite, not {self.rate_per_s}")
         if self.cv is not None and not MIN_CV <= self.cv <= MAX_CV:
@@ -69,7 +74,11 @@ class Arrivals:
         shape = 1 / cv**2
         scale_s = 1 / (self.rate_per_s * shape)
         gaps = (rng.gammavariate(shape, scale_s) for _ in range(num_requests))
-        return list(itertools.accumulate(gaps))
+        times = list(itertools.accumulate(gaps))
+        if not self.rescaled or not times:
+            return times
+        end_s = num_requests / self.rate_per_s
+        return [time_s / times[-1] * end_s for time_s in times]
 
 
 def poisson_steps(steps: Sequence[tuple[float, float]], rng: random.Random) -> list[float]:

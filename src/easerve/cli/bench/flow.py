@@ -17,7 +17,7 @@ from easerve.goodput import summarise
 from easerve.policy.admission import Admission
 from easerve.policy.core import Core, Limits
 from easerve.serve.admin import knobs_of
-from easerve.sim.loop import Request, Simulation
+from easerve.sim import plain
 from easerve.types import NS_PER_S, WorkerId
 from easerve.workload.arrivals import Arrivals
 
@@ -101,8 +101,8 @@ def modelled(plan: Plan) -> Result:
             COSTS,
             Limits(request_timeout_ns=10**6 * NS_PER_S),
         )
-        simulation = Simulation(core, COSTS, ["e0", "p0", "d0"])
-        run = simulation.run(Request(at_s, (ITEM_TOKENS,), 60, plan.num_tokens) for at_s in times_s)
+        requests = [plain.request(at_s, [ITEM_TOKENS], 35, plan.num_tokens) for at_s in times_s]
+        run = plain.simulate(core, COSTS, ["e0", "p0", "d0"], requests)
         summary = summarise(run.records, run.end_s, {}).as_dict()
         rows[name] = {
             "ttft_s": summary["ttft_s"],

@@ -13,8 +13,9 @@ from easerve.goodput import Record
 from easerve.policy.admission import Admission
 from easerve.policy.core import Core, Limits
 from easerve.serve.admin import knobs_of
-from easerve.sim.loop import Request, Run, Simulation
+from easerve.sim import plain
 from easerve.sim.oracle import best_mean_ttft_s
+from easerve.sim.run import Request, Run
 from easerve.types import NS_PER_S, WorkerId
 from easerve.workload.arrivals import Arrivals
 
@@ -39,14 +40,14 @@ def run(
     knobs = replace(knobs_of(policy), max_queue_s=1e9)
     limits = Limits(request_timeout_ns=10**6 * NS_PER_S)
     core = Core(knobs, Admission(10**9, 10**9), costs, limits)
-    found = Simulation(core, costs, workers, num_slots).run(requests)
+    found = plain.simulate(core, costs, workers, requests, num_slots)
     assert core.num_open == 0
     assert len(found.records) == len(requests)
     return found
 
 
 def picture(at_s: float, num_tokens: int = 1) -> Request:
-    return Request(at_s, (20,), 10, num_tokens)
+    return plain.request(at_s, [20], 10, num_tokens)
 
 
 def times(record: Record) -> tuple[float | None, float | None]:
@@ -68,7 +69,7 @@ def test_the_only_token_is_prefills() -> None:
 
 
 def test_a_text_skips_encode() -> None:
-    (record,) = run(Policy(), [Request(0.5, (), 10, 1)]).records
+    (record,) = run(Policy(), [plain.request(0.5, [], 10, 1)]).records
     assert record.ttft_s == pytest.approx(0.2)
 
 
@@ -97,13 +98,13 @@ def test_a_batch_is_one_call() -> None:
 
 
 def test_a_step_of_decode_is_longer_the_more_it_serves() -> None:
-    found = run(Policy(), [Request(0.0, (), 1, 50), Request(0.0, (), 1, 50)])
+    found = run(Policy(), [plain.request(0.0, [], 1, 50), plain.request(0.0, [], 1, 50)])
     tpots_s = [record.tpot_s for record in found.records]
     assert all(tpot_s is not None and 0.01 < tpot_s < 0.02 for tpot_s in tpots_s)
 
 
 def test_who_finds_no_slot_waits_for_one() -> None:
-    texts = [Request(0.0, (), 1, 50), Request(0.0, (), 1, 50)]
+    texts = [plain.request(0.0, [], 1, 50), plain.request(0.0, [], 1, 50)]
     found = run(Policy(), texts, num_slots=1)
     assert [record.tpot_s for record in found.records] == pytest.approx([0.01, 0.01])
 

@@ -1,0 +1,1 @@
+"""``easerve reproduce``: the published experiments, simulated, beside what was published."""

@@ -1,0 +1,238 @@
+"""What the engines of a system can do at best: requests per second that no run exceeds.
+
+Every stage is taken alone, with batches that are always full and nothing to wait for: so many
+engines, over the seconds that a request takes of one. Engines that do several stages add them up
+where they run one after another. Rules, arrivals, transfers and a shared device only make it less.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import assert_never
+
+from easerve.costs.base import Costs, Forward, Media
+from easerve.sim.config import (
+    Batched,
+    DynamoSystem,
+    EaserveSystem,
+    Encoders,
+    EpdServeSystem,
+    HydraInferSystem,
+    HydraNodes,
+    LlmEngines,
+    SystemConfig,
+    VllmEpdSystem,
+    VllmSystem,
+)
+from easerve.sim.world import World
+
+FULLNESS = (1.0, 0.75, 0.5, 0.25)
+"""Of a batch: kernels may do more in a second when it is not quite full."""
+MAX_ITEMS = 1024
+MAX_IMAGES, MAX_BUDGET = 8, 2048
+"""Of HydraInfer's search for the budgets of a step."""
+UNBOUNDED = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """Tokens of a request on average; ``pairs``: that its prompt's tokens attend to; ``decodes``:
+    steps that its answer takes, ``context``: tokens attended to in one of them.
+    """
+
+    tokens: float
+    pairs: float
+    decodes: float
+    context: float
+
+    def forward(self, prefill_tokens: int, num_decodes: int) -> Forward:
+        """A step with so many tokens of prompts like this and so many decodes."""
+        num_prompts = prefill_tokens / self.tokens
+        return Forward(
+            prefill_tokens,
+            round(num_prompts * self.pairs),
+            int(num_prompts),
+            num_decodes,
+            round(num_decodes * self.context),
+        )
+
+
+def bound_per_s(config: SystemConfig, world: World) -> float:
+    """Requests per second; infinite without requests. Raises ConfigError as the costs do."""
+    if not world.requests:
+        return float("inf")
+    items = [item for request in world.requests for item in request.items]
+    bound = Bound(world, _mean(world), items)
+    match config:
+        case VllmSystem():
+            return bound.aggregated(config)
+        case EaserveSystem():
+            return min(
+                bound.encode(config.encode, config.policy.max_batch_items),
+                bound.prefill_beside(config),
+                bound.decode(config.decode),
+            )
+        case VllmEpdSystem():
+            encode = bound.encode(config.encode, MAX_ITEMS if config.merge_calls else 1)
+            return min(encode, bound.prefill(config.prefill), bound.decode(config.decode))
+        case DynamoSystem():
+            encode = bound.encode(config.encode, 1)
+            return min(encode, bound.prefill(config.prefill), bound.decode(config.decode))
+        case EpdServeSystem():
+            return bound.epdserve(config)
+        case HydraInferSystem():
+            return bound.hydrainfer(config)
+        case _:
+            assert_never(config)
+
+
+def _mean(world: World) -> Mean:
+    num = len(world.requests)
+    prompts = [request.num_prompt_tokens for request in world.requests]
+    decodes = [request.num_tokens - 1 for request in world.requests]
+    contexts = [each * (prompt + each / 2) for prompt, each in zip(prompts, decodes, strict=True)]
+    return Mean(
+        sum(prompts) / num,
+        sum(tokens * (tokens + 1) / 2 for tokens in prompts) / num,
+        sum(decodes) / num,
+        sum(contexts) / max(1, sum(decodes)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    world: World
+    mean: Mean
+    items: Sequence[Media]
+
+    def encode(self, section: Encoders, max_items: int) -> float:
+        costs = self.world.costs_of(1)
+        seconds = self._encode_s(
+            costs, section.dispatch_s, max_items, section.max_num_batched_tokens
+        )
+        return _rate(section.replicas, seconds)
+
+    def _encode_s(self, costs: Costs, dispatch_s: float, max_items: int, max_tokens: int) -> float:
+        """Of an encoder for a request, in batches as large as they may be."""
+        batches: list[list[Media]] = []
+        left = 0
+        for item in sorted(self.items, key=lambda item: (item.modality, item.num_tokens)):
+            if not batches or len(batches[-1]) >= max_items or item.num_tokens > left:
+                batches.append([])
+                left = max_tokens
+            batches[-1].append(item)
+            left -= item.num_tokens
+        seconds = sum(dispatch_s + costs.encode(batch) for batch in batches)
+        return seconds / len(self.world.requests)
+
+    def prefill(self, section: LlmEngines) -> float:
+        costs = self.world.costs_of(section.tensor_parallel_size, section.step_overhead_s)
+        return _rate(section.replicas, self._prefill_s(costs, section.max_num_batched_tokens))
+
+    def prefill_beside(self, config: EaserveSystem) -> float:
+        """The remote engines and those beside encoders, which nothing holds up here."""
+        local = config.local_prefill
+        if local is None:
+            return self.prefill(config.prefill)
+        costs = self.world.costs_of(local.tensor_parallel_size, local.step_overhead_s)
+        num = sum(name.startswith("l") for name in config.workers)
+        beside = _rate(num, self._prefill_s(costs, local.max_num_batched_tokens))
+        return self.prefill(config.prefill) + beside
+
+    def _prefill_s(self, costs: Costs, budget: int) -> float:
+        """Of an engine for a request, in steps of so many tokens at most."""
+        steps = {max(1, round(budget * part)) for part in FULLNESS}
+        forward_s = {tokens: costs.forward(self.mean.forward(tokens, 0)) for tokens in steps}
+        return min(seconds * self.mean.tokens / tokens for tokens, seconds in forward_s.items())
+
+    def decode(self, section: LlmEngines) -> float:
+        tp, utilization = section.tensor_parallel_size, section.gpu_memory_utilization
+        costs = self.world.costs_of(tp, section.step_overhead_s)
+        tokens = section.kv_cache_tokens or self.world.kv_tokens(tp, utilization, False)
+        return _rate(section.replicas, self._decode_s(costs, section.max_num_seqs, tokens))
+
+    def _decode_s(self, costs: Costs, max_seqs: int, kv_tokens: int) -> float:
+        if not self.mean.decodes:
+            return 0.0
+        most = min(max_seqs, kv_tokens / self.mean.context)
+        steps = {max(1, round(most * part)) for part in FULLNESS}
+        forward_s = {num: costs.forward(self.mean.forward(0, num)) for num in steps}
+        return min(seconds * self.mean.decodes / num for num, seconds in forward_s.items())
+
+    def aggregated(self, section: VllmSystem) -> float:
+        """Encode, then steps in which prompts and decodes go together, as full as they may be."""
+        tp, utilization = section.tensor_parallel_size, section.gpu_memory_utilization
+        costs = self.world.costs_of(tp, section.step_overhead_s)
+        tokens = section.kv_cache_tokens or self.world.kv_tokens(tp, utilization, True)
+        budget = section.max_num_batched_tokens
+        if self.mean.decodes:
+            slots = min(section.max_num_seqs, tokens / self.mean.context)
+            steps_s = self._mixed_s(costs, budget, slots)
+        else:
+            steps_s = self._prefill_s(costs, budget)
+        encode_tokens = section.max_num_encoder_input_tokens or budget
+        encode_s = self._encode_s(costs, 0.0, MAX_ITEMS, encode_tokens)
+        return _rate(section.replicas, encode_s + steps_s)
+
+    def _mixed_s(self, costs: Costs, budget: int, slots: float) -> float:
+        """Of an engine for a request, where a step has the tokens of prompts that its decodes
+        come of.
+        """
+        decodes, tokens = self.mean.decodes, self.mean.tokens
+        most = min(slots, budget * decodes / (tokens + decodes))
+        steps = {max(1, round(most * part)) for part in FULLNESS}
+        forward_s = {
+            num: costs.forward(self.mean.forward(round(num * tokens / decodes), num))
+            for num in steps
+        }
+        return min(seconds * decodes / num for num, seconds in forward_s.items())
+
+    def epdserve(self, config: EpdServeSystem) -> float:
+        """Engines of one size change roles, so that all of them share what their stages take."""
+        sections: list[Batched] = [config.encode, config.prefill, config.decode]
+        seconds = [self._epdserve_s(section, config) for section in sections]
+        pairs = list(zip(sections, seconds, strict=True))
+        if config.role_switch is None:
+            return min(_rate(section.replicas, each) for section, each in pairs)
+        return min(
+            _rate(
+                sum(each.replicas for each in sections if each.tensor_parallel_size == size),
+                sum(each for section, each in pairs if section.tensor_parallel_size == size),
+            )
+            for size in {section.tensor_parallel_size for section in sections}
+        )
+
+    def _epdserve_s(self, section: Batched, config: EpdServeSystem) -> float:
+        costs = self.world.costs_of(section.tensor_parallel_size, config.step_overhead_s)
+        if section is config.encode:
+            most = section.max_batch
+            if not config.irp:  # a batch has whole requests
+                most *= max(1, *(len(request.items) for request in self.world.requests))
+            return self._encode_s(costs, config.dispatch_s, most, UNBOUNDED)
+        if section is config.decode:
+            return self._decode_s(costs, section.max_batch, UNBOUNDED)
+        return self._prefill_s(costs, round(section.max_batch * self.mean.tokens))
+
+    def hydrainfer(self, config: HydraInferSystem) -> float:
+        """Every stage has all nodes that run it for itself, as encode and the rest are parallel."""
+        return min(
+            sum(
+                _rate(nodes.replicas, self._hydra_s(stage, nodes, config))
+                for kind, nodes in config.nodes.items()
+                if stage in kind
+            )
+            for stage in "epd"
+        )
+
+    def _hydra_s(self, stage: str, nodes: HydraNodes, config: HydraInferSystem) -> float:
+        costs = self.world.costs_of(nodes.tensor_parallel_size, config.step_overhead_s)
+        if stage == "e":
+            return self._encode_s(costs, 0.0, config.image_budget or MAX_IMAGES, UNBOUNDED)
+        if stage == "p":
+            return self._prefill_s(costs, config.token_budget or MAX_BUDGET)
+        # What is pulled may exceed the bound by as much again.
+        return self._decode_s(costs, 2 * config.max_running, UNBOUNDED)
+
+
+def _rate(num_engines: int, seconds: float) -> float:
+    """Of so many engines, a request at a time each; infinite where it takes none of them."""
+    return num_engines / seconds if seconds > 0 else float("inf")

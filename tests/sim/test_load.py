@@ -1,0 +1,67 @@
+from pathlib import Path
+
+import pytest
+
+from easerve.config import ConfigError
+from easerve.costs import models
+from easerve.sim.load import Workload, requests
+from easerve.workload.multimodal import PRESETS
+
+MODEL = models.read("llava-v1.6-34b")
+
+
+def test_requests_come_in_order_and_ask_what_the_mix_says() -> None:
+    workload = Workload(rate_per_s=2, num_requests=200, preset="random-mm", rescaled=True)
+    found = requests(workload, MODEL)
+    times_s = [request.at_s for request in found]
+    assert times_s == sorted(times_s)
+    assert times_s[-1] == pytest.approx(100)
+    assert {request.num_text_tokens for request in found} == {1024}
+    assert {request.num_tokens for request in found} == {128}
+    # Of 256x256 and of 1280x720, by vLLM's own count.
+    assert {item.num_tokens for request in found for item in request.items} == {1176, 1948}
+    assert {request.num_prompt_tokens for request in found} == {2200, 2972}
+
+
+def test_the_same_seed_is_the_same_load_and_another_is_not() -> None:
+    workload = Workload(rate_per_s=2, num_requests=50, preset="random-mm", seed=3)
+    found = requests(workload, MODEL)
+    assert found == requests(workload, MODEL)
+    other = requests(workload.model_copy(update={"seed": 4}), MODEL)
+    assert [each.at_s for each in found] != [each.at_s for each in other]
+    assert [each.items for each in found] != [each.items for each in other]
+
+
+def test_another_rate_is_the_same_load_faster() -> None:
+    slow = requests(Workload(rate_per_s=2, num_requests=50, preset="random-mm"), MODEL)
+    fast = requests(Workload(rate_per_s=4, num_requests=50, preset="random-mm"), MODEL)
+    assert [each.at_s for each in slow] == pytest.approx([2 * each.at_s for each in fast])
+    assert [each.items for each in slow] == [each.items for each in fast]
+
+
+def test_keys_are_laid_on_the_preset() -> None:
+    base = PRESETS["random-mm"]
+    laid = Workload.model_validate({"rate_per_s": 1, "preset": "random-mm", "text_tokens": 5})
+    assert laid.mix().num_text_tokens == (5, 5)
+    assert (laid.mix().items, laid.mix().num_output_tokens) == (base.items, base.num_output_tokens)
+    ranged = Workload.model_validate({"rate_per_s": 1, "items": [{}], "output_tokens": [2, 9]})
+    assert ranged.mix().num_output_tokens == (2, 9)
+    assert requests(ranged, MODEL)[0].items == ()
+
+
+def test_a_trace_gives_the_times(tmp_path: Path) -> None:
+    path = tmp_path / "times"
+    workload = Workload(arrivals="trace", trace=str(path), num_requests=2, preset="random-mm")
+    with pytest.raises(ConfigError, match=r"^workload\.trace: .*/times: No such file"):
+        requests(workload, MODEL)
+    path.write_text("0.5\n")
+    with pytest.raises(ConfigError, match=r"^workload: .*/times has 1 arrivals, but 2 requests"):
+        requests(workload, MODEL)
+    path.write_text("0.5\n4\n")
+    assert [request.at_s for request in requests(workload, MODEL)] == [0.5, 4.0]
+
+
+def test_media_that_the_model_does_not_take_are_an_error() -> None:
+    workload = Workload(rate_per_s=1, preset="librispeech")
+    with pytest.raises(ConfigError, match=r"^workload: LLaVA-v1\.6-34B takes no sound: "):
+        requests(workload, MODEL)

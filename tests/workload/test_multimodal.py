@@ -1,0 +1,162 @@
+import random
+import statistics
+from collections import Counter
+from typing import Any
+
+import pytest
+import yaml
+
+from easerve.types import Picture, Sound, Video
+from easerve.workload.multimodal import (
+    CORPORA,
+    LIBRISPEECH_FILE,
+    PARTS,
+    PRESETS,
+    Item,
+    Mix,
+    Request,
+    request,
+    requests,
+    utterance_s,
+)
+
+
+def item(**content: Any) -> Item:
+    return Item.model_validate(content)
+
+
+def run(mix: Mix, num: int = 400, seed: int = 7) -> list[Request]:
+    return list(requests(mix, num, seed))
+
+
+def durations(corpus: str, num: int = 20_000) -> list[float]:
+    rng = random.Random(1)
+    return sorted(utterance_s(corpus, rng) for _ in range(num))
+
+
+@pytest.mark.parametrize(
+    ("content", "drawn"),
+    [
+        ({"image": "1280x720"}, Picture(width=1280, height=720)),
+        ({"image": " 256 × 100 "}, Picture(width=256, height=100)),
+        ({"video": "1280x720", "frames": 16}, Video(width=1280, height=720, frames=16)),
+        ({"audio_s": 8}, Sound(8)),
+        ({"weight": 3}, None),
+    ],
+)
+def test_an_item_as_it_stands_in_a_scenario(content: dict[str, Any], drawn: Any) -> None:
+    assert item(**content).draw(random.Random(1)) == drawn
+
+
+def test_seconds_are_drawn_from_the_least_to_the_most() -> None:
+    rng, sounds = random.Random(1), item(audio_s=[2, 16])
+    found = [made.seconds for _ in range(2000) if isinstance(made := sounds.draw(rng), Sound)]
+    assert len(found) == 2000
+    assert (round(min(found)), round(max(found))) == (2, 16)
+    assert statistics.fmean(found) == pytest.approx(9, abs=0.4)
+
+
+@pytest.mark.parametrize(
+    ("content", "wrong"),
+    [
+        ({"image": "1280"}, "expected width x height in pixels, such as 1280x720"),
+        ({"image": "0x720"}, "expected width x height in pixels, such as 1280x720"),
+        ({"image": "12.5x720"}, "expected width x height in pixels, such as 1280x720"),
+        ({"image": 1280}, "valid tuple"),
+        ({"image": "1x1", "audio_s": 3}, "image, video, audio_s, audio, not image and audio_s"),
+        ({"video": "1280x720"}, "video and frames: give both or neither"),
+        ({"frames": 3}, "video and frames: give both or neither"),
+        ({"audio_s": [3, 2]}, "audio_s must go from the least to the most"),
+        ({"audio_s": 0}, "greater than 0"),
+        ({"audio": "music"}, "audio is one of librispeech, .*, not 'music'"),
+        ({"weight": -1}, "greater than or equal to 0"),
+        ({"weight": float("nan")}, "finite number"),
+        ({"picture": "1x1"}, "Extra inputs"),
+    ],
+)
+def test_an_item_that_cannot_be_is_refused(content: dict[str, Any], wrong: str) -> None:
+    with pytest.raises(ValueError, match=wrong):
+        item(**content)
+
+
+def test_a_request_depends_on_mix_seed_and_number_only() -> None:
+    mix = Mix((item(image="60x60"), item(audio="librispeech")), (10, 90), (1, 50))
+    assert run(mix) == run(mix)
+    assert run(mix, 20) == run(mix)[:20]
+    assert request(mix, 7, 12) == run(mix)[12]
+    assert run(mix, seed=8) != run(mix)
+
+
+def test_items_come_as_often_as_their_weights_say() -> None:
+    mix = Mix((item(weight=3, image="60x60"), item(weight=1), item(weight=0, image="8x8")))
+    counts = Counter(made.items for made in run(mix, 2000))
+    assert set(counts) == {(Picture(60, 60),), ()}
+    assert counts[()] == pytest.approx(500, abs=80)
+
+
+def test_tokens_go_from_the_least_to_the_most() -> None:
+    made = run(Mix(num_text_tokens=(5, 7), num_output_tokens=(1, 3)))
+    assert {each.num_text_tokens for each in made} == {5, 6, 7}
+    assert {each.num_output_tokens for each in made} == {1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("of_mix", "wrong"),
+    [
+        ({"items": ()}, "one of the items must have a weight"),
+        ({"items": (Item(weight=0),)}, "one of the items must have a weight"),
+        ({"num_text_tokens": (0, 5)}, "num_text_tokens must go from 1"),
+        ({"num_output_tokens": (6, 5)}, "num_output_tokens must go from 1"),
+    ],
+)
+def test_a_mix_that_cannot_be_is_refused(of_mix: dict[str, Any], wrong: str) -> None:
+    with pytest.raises(ValueError, match=wrong):
+        Mix(**of_mix)
+
+
+def test_a_negative_number_of_requests_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="negative, but is -1"):
+        requests(Mix(), -1, 7)
+
+
+def test_random_mm_is_what_vllms_bench_draws() -> None:
+    made = run(PRESETS["random-mm"], 2000)
+    assert {(each.num_text_tokens, each.num_output_tokens) for each in made} == {(1024, 128)}
+    counts = Counter(made.items for made in made)
+    assert set(counts) == {(Picture(256, 256),), (Picture(width=1280, height=720),)}
+    assert counts[(Picture(256, 256),)] == pytest.approx(1000, abs=100)
+
+
+def test_video_presets() -> None:
+    assert {each.items for each in run(PRESETS["random-mm-video"])} == {(Video(1280, 720, 16),)}
+    found = {each.items for each in run(PRESETS["random-mm-video-assumed"])}
+    assert found == {(Video(640, 360, 16),), (Video(640, 480, 16),)}
+
+
+def test_the_corpora_are_those_of_the_file() -> None:
+    content = yaml.safe_load(LIBRISPEECH_FILE.read_text())
+    assert tuple(content["parts"]) == PARTS
+    for part in content["parts"].values():
+        assert len(part["quantiles"]) == len(content["percents"])
+        assert part["quantiles"] == sorted(part["quantiles"])
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_utterances_have_the_published_quantiles_mean_and_deviation(part: str) -> None:
+    content = yaml.safe_load(LIBRISPEECH_FILE.read_text())
+    published, found = content["parts"][part], durations(f"librispeech-{part}")
+    for percent, quantile in zip(content["percents"], published["quantiles"], strict=True):
+        if 5 <= percent <= 95:
+            place = round(percent / 100 * len(found))
+            assert found[place] == pytest.approx(quantile, rel=0.03)
+    assert found[0] >= published["quantiles"][0]
+    assert found[-1] <= published["quantiles"][-1]
+    assert statistics.fmean(found) == pytest.approx(published["mean"], rel=0.03)
+    assert statistics.pstdev(found) == pytest.approx(published["std"], rel=0.05)
+
+
+def test_librispeech_is_test_clean_unless_it_is_said() -> None:
+    assert durations("librispeech", 50) == durations("librispeech-test-clean", 50)
+    assert len({tuple(durations(corpus, 50)) for corpus in CORPORA}) == len(PARTS)
+    sounds = [made.items[0] for made in run(PRESETS["librispeech"])]
+    assert all(isinstance(sound, Sound) and 1.3 <= sound.seconds <= 35 for sound in sounds)
