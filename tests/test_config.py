@@ -1,4 +1,5 @@
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,10 @@ from pydantic import ValidationError
 from easerve.config import (
     ConfigError,
     Deployment,
+    EngineSection,
     Partition,
     Policy,
+    Section,
     build,
     explain,
     merge,
@@ -457,3 +460,24 @@ def test_a_chat_template_is_seen_from_the_file(
         assert engine.chat_template is not None
         assert Path(engine.chat_template).resolve() == template
         assert engine.dtype == "x"
+
+
+class _Named(Section):
+    sizes: dict[str, EngineSection] | None = None
+    by_number: Mapping[int, EngineSection] | None = None
+    rows: tuple[EngineSection, ...] | None = None
+
+
+@pytest.mark.parametrize(
+    ("content", "path"),
+    [
+        ({"sizes": {"a": {"replica": 1}}}, "sizes.a.replica"),
+        ({"by_number": {2: {"replica": 1}}}, "by_number.2.replica"),
+        ({"rows": [{}, {"replica": 1}]}, "rows.1.replica"),
+    ],
+)
+def test_keys_within_lists_and_mappings_are_known(content: object, path: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        _Named.model_validate(content)
+    (line,) = explain(caught.value, _Named)
+    assert line.startswith(f"{path}: unknown key; known keys: tensor_parallel_size")

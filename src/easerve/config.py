@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import (
@@ -36,6 +36,9 @@ class ConfigError(Exception):
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+AnySection = TypeVar("AnySection", bound=Section)
 
 
 class Server(Section):
@@ -347,14 +350,44 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def read_file(path: Path) -> dict[str, Any]:
-    """The raw content of a deployment file. A model's folder is relative to it."""
+def read_yaml(path: Path) -> Any:
+    """The content of a YAML file, not checked. Raises ConfigError."""
     try:
-        content = yaml.safe_load(path.read_text())
+        return yaml.safe_load(path.read_text())
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not YAML: {error}") from None
+
+
+def read_section(path: Path, section: type[AnySection]) -> AnySection:
+    """A file that is one section. Raises ConfigError, which names the file and the key."""
+    content = read_yaml(path)
+    try:
+        return section.model_validate(content)
+    except ValidationError as error:
+        raise ConfigError("\n".join(f"{path}: {x}" for x in explain(error, section))) from None
+
+
+def read_named(
+    name: str, what: str, ours: Path, folder: Path, section: type[AnySection]
+) -> AnySection:
+    """The file of that name in our folder, or the YAML file of that path.
+
+    A relative path is taken from ``folder``. Raises ConfigError.
+    """
+    if name.endswith((".yaml", ".yml")) or "/" in name:
+        return read_section(folder / name, section)
+    path = ours / f"{name}.yaml"
+    if not path.is_file():
+        known = ", ".join(sorted(each.stem for each in ours.glob("*.yaml")))
+        raise ConfigError(f"{what} {name!r}: known are {known}; or give the path of a YAML file")
+    return read_section(path, section)
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The raw content of a deployment file. A model's folder is relative to it."""
+    content = read_yaml(path)
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected a mapping with at least the key 'model'")
     engine = content.get("engine")
@@ -402,8 +435,14 @@ def _explain(issue: dict[str, Any], section: type[Section]) -> str:
 
 def _keys_at(path: tuple[Any, ...], section: Any) -> list[str]:
     for part in path:
-        if isinstance(part, str):  # else the place in a list of sections
-            section = section.model_fields[part].annotation
-        while args := get_args(section):  # a section or None, a list of sections
-            section = args[0]
-    return list(section.model_fields)
+        within = get_args(_given(section))
+        if not within:
+            section = _given(section).model_fields[part].annotation
+        else:  # a list of sections, or sections by name
+            section = within[-1] if issubclass(get_origin(_given(section)), Mapping) else within[0]
+    return list(_given(section).model_fields)
+
+
+def _given(annotation: Any) -> Any:
+    """Without the None that may stand for it."""
+    return get_args(annotation)[0] if type(None) in get_args(annotation) else annotation

@@ -10,7 +10,8 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from easerve.costs.base import Costs, Forward, Media
-from easerve.sim.llm import BLOCK_TOKENS, LlmLimits
+from easerve.sim.llm import LlmLimits
+from easerve.sim.sequences import BLOCK_TOKENS
 from easerve.types import NS_PER_S
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from easerve.costs.base import Costs, Forward, Media
 from easerve.costs.linear import LinearCosts
-from easerve.sim import clock, llm
+from easerve.sim import clock, sequences
 from easerve.sim.clock import Effect
 from easerve.sim.llm import LlmEngine, LlmLimits, TooLongError
 from easerve.sim.run import Run
@@ -63,7 +63,7 @@ class Watched:
 
     def submit(self, naive: Naive, now_ns: int) -> Iterable[Effect]:
         return self.engine.submit(
-            llm.Sequence(
+            sequences.Sequence(
                 naive.key,
                 naive.prompt,
                 naive.want,
@@ -241,7 +241,7 @@ def test_items_are_encoded_in_the_step_of_their_first_token() -> None:
 def test_what_no_cache_can_hold_is_refused() -> None:
     engine = Watched(LlmLimits(2 * 16)).engine
     with pytest.raises(TooLongError, match="a sequence of 33 tokens, but the KV cache holds 32"):
-        engine.submit(llm.Sequence(1, 30, 3, llm.nothing), 0)
+        engine.submit(sequences.Sequence(1, 30, 3, sequences.nothing), 0)
     assert engine.num_seqs == 0
 
 

@@ -20,7 +20,7 @@ import pytest
 
 from easerve.costs.base import Media
 from easerve.policy.batching import RULES
-from easerve.sim import llm
+from easerve.sim import sequences
 from easerve.sim.bound import bound_per_s
 from easerve.sim.clock import Effect
 from easerve.sim.encoder import Call, EncodeEngine, EncodeLimits
@@ -95,7 +95,7 @@ class PrefillQueue(Queue):
         self._engine = LlmEngine("x", Stage.PREFILL, COSTS, Own(), limits, self.run)
 
     def submit(self, number: int, tokens: int, now_ns: int) -> Iterable[Effect]:
-        sequence = llm.Sequence(number, tokens, 1, partial(self.done, number))
+        sequence = sequences.Sequence(number, tokens, 1, partial(self.done, number))
         return self._engine.submit(sequence, now_ns)
 
 

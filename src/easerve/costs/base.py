@@ -38,6 +38,16 @@ class Forward(NamedTuple):
     num_decodes: int = 0
     decode_context: int = 0
 
+    @property
+    def num_tokens(self) -> int:
+        """That go through the layers."""
+        return self.prefill_tokens + self.num_decodes
+
+    @property
+    def num_rows(self) -> int:
+        """Of logits."""
+        return self.num_prompts + self.num_decodes
+
 
 class Costs(ABC):
     """Of one model on one kind of device: the encoder on one, the language model on ``tp`` of them.

@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from easerve.config import ConfigError, Positive, Section, explain
+from easerve.config import Positive, Section, read_named
 from easerve.costs.quantity import ByteRate, FlopRate, Number, Part, Size, Time
 
 FOLDER = Path(__file__).parent / "hardware"
@@ -107,17 +106,4 @@ def read(name: str, folder: Path = Path()) -> Hardware:
 
     Raises ConfigError, which names the file and the key.
     """
-    is_path = name.endswith((".yaml", ".yml")) or "/" in name
-    path = folder / name if is_path else FOLDER / f"{name}.yaml"
-    if not is_path and not path.is_file():
-        raise ConfigError(
-            f"hardware {name!r}: known are {', '.join(names())}; or give the path of a YAML file"
-        )
-    try:
-        return Hardware.model_validate(yaml.safe_load(path.read_text()))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not YAML: {error}") from None
-    except ValidationError as error:
-        raise ConfigError("\n".join(f"{path}: {x}" for x in explain(error, Hardware))) from None
+    return read_named(name, "hardware", FOLDER, folder, Hardware)

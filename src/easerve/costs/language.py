@@ -39,28 +39,45 @@ class LanguageCosts:
         self._reduced_bytes = model.hidden * model.value_bytes
         self._num_reduced = 2 * model.num_layers
         self._knobs = knobs
+        self._others_s: dict[tuple[int, int, Pace], float] = {}
+
+    def seconds(self, step: Forward, pace: Pace) -> float:
+        """The sum of its parts."""
+        tokens, rows = step.num_tokens, step.num_rows
+        if not tokens:
+            return 0.0
+        others_s = self._others_s.get((tokens, rows, pace))
+        if others_s is None:
+            others_s = self._others_s[tokens, rows, pace] = sum(self._others(tokens, rows, pace))
+        return others_s + self._attention(step, pace)
 
     def parts(self, step: Forward, pace: Pace) -> Parts:
-        num_new, pairs, num_prompts, num_decodes, context = step
-        tokens, rows = num_new + num_decodes, num_prompts + num_decodes
-        if not tokens:
+        """0 of a step without tokens."""
+        if not step.num_tokens:
             return Parts()
-        knobs = self._knobs
-        attention = 0.0
+        others = self._others(step.num_tokens, step.num_rows, pace)
+        return others._replace(attention=self._attention(step, pace))
+
+    def _attention(self, step: Forward, pace: Pace) -> float:
+        num_new, pairs, _, num_decodes, context = step
+        seconds = 0.0
         if num_new:
-            attention = pace.computing * self._prefill(num_new, pairs / num_new)
+            seconds = pace.computing * self._prefill(num_new, pairs / num_new)
         if num_decodes:
-            attention += pace.memory * self._decode(num_decodes, context / num_decodes)
-        reduced = 0.0
+            seconds += pace.memory * self._decode(num_decodes, context / num_decodes)
+        return self._knobs.attention_scale * seconds
+
+    def _others(self, tokens: int, rows: int, pace: Pace) -> Parts:
+        """All but attention, which alone depends on what came before."""
+        knobs, reduced_s = self._knobs, 0.0
         if self._all_reduce is not None:
-            reduced = self._num_reduced * self._all_reduce(tokens * self._reduced_bytes)
+            reduced_s = self._num_reduced * self._all_reduce(tokens * self._reduced_bytes)
         return Parts(
-            knobs.gemm_scale * pace.of(self._layers, tokens),
-            knobs.attention_scale * attention,
-            knobs.all_reduce_scale * reduced,
-            tokens * self._token_s * pace.memory,
-            knobs.gemm_scale * pace.of(self._logits, rows) if rows else 0.0,
-            knobs.step_overhead_s,
+            gemm=knobs.gemm_scale * pace.of(self._layers, tokens),
+            all_reduce=knobs.all_reduce_scale * reduced_s,
+            elementwise=tokens * self._token_s * pace.memory,
+            logits=knobs.gemm_scale * pace.of(self._logits, rows) if rows else 0.0,
+            overhead=knobs.step_overhead_s,
         )
 
     def _prefill(self, num_new: int, context: float) -> float:

@@ -44,7 +44,7 @@ class LayerCosts(Costs):
         return Parts(*(self._encode_scale * part for part in parts))
 
     def forward(self, step: Forward, share: float = 1.0) -> float:
-        return sum(self.parts(step, share))
+        return self._language.seconds(step, self._pace(share))
 
     def parts(self, step: Forward, share: float = 1.0) -> Parts:
         """The time of a step, in parts; 0 of a step without tokens."""

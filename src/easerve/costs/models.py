@@ -8,10 +8,9 @@ from math import ceil
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from easerve.config import ConfigError, Positive, Section, explain
+from easerve.config import Positive, Section, read_named
 
 FOLDER = Path(__file__).parent / "models"
 Count = Annotated[int, Field(ge=0)]
@@ -274,20 +273,7 @@ def read(name: str, folder: Path = Path()) -> ModelSpec:
 
     Raises ConfigError, which names the file and the key.
     """
-    is_path = name.endswith((".yaml", ".yml")) or "/" in name
-    path = folder / name if is_path else FOLDER / f"{name}.yaml"
-    if not is_path and not path.is_file():
-        raise ConfigError(
-            f"model {name!r}: known are {', '.join(names())}; or give the path of a YAML file"
-        )
-    try:
-        return ModelSpec.model_validate(yaml.safe_load(path.read_text()))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not YAML: {error}") from None
-    except ValidationError as error:
-        raise ConfigError("\n".join(f"{path}: {x}" for x in explain(error, ModelSpec))) from None
+    return read_named(name, "model", FOLDER, folder, ModelSpec)
 
 
 def _weights(matrices: tuple[Matrix, ...]) -> int:

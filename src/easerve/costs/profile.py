@@ -14,7 +14,7 @@ from typing import Annotated, Literal, Self
 import yaml
 from pydantic import AwareDatetime, Field, ValidationError, model_validator
 
-from easerve.config import ConfigError, Positive, Seconds, Section
+from easerve.config import ConfigError, Positive, Seconds, Section, read_yaml
 from easerve.costs.stages import Stages
 
 P50, P95 = 50, 95
@@ -135,12 +135,9 @@ def mismatch(profile: Key, here: Key) -> str | None:
 
 def read(path: Path) -> Profile:
     """Raises ConfigError, which names the file and the key."""
+    content = read_yaml(path)
     try:
-        return Profile.model_validate(yaml.safe_load(path.read_text()))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not YAML: {error}") from None
+        return Profile.model_validate(content)
     except ValidationError as error:
         places = ((".".join(map(str, issue["loc"])), issue["msg"]) for issue in error.errors())
         lines = [f"{path}: {place or 'a profile'}: {message}" for place, message in places]

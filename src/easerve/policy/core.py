@@ -79,7 +79,10 @@ class Core:
     def step(self, events: Iterable[ev.Event], now_ns: int) -> list[ev.Action]:
         """Take in everything that happened at ``now_ns`` (in any order) and decide."""
         self._now_ns = now_ns
-        for event in sorted(events, key=ev.sort_key):
+        told = [*events]
+        if len(told) > 1:
+            told.sort(key=ev.sort_key)
+        for event in told:
             self._handle(event)
         self.pool.note_starved_stages(now_ns)
         self._expire()

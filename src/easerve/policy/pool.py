@@ -1,6 +1,6 @@
 """The engines the core knows, and what each of them holds."""
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from easerve.policy.events import DEFAULT_BATCH_TOKENS, DEFAULT_SLOTS
@@ -77,6 +77,7 @@ class Pool:
     def __init__(self) -> None:
         self._workers: dict[WorkerId, Worker] = {}
         self._by_stage: dict[Stage, list[Worker]] = {}
+        self._sides: dict[Side, list[Worker]] = {}
         self.starved_since: dict[Stage, int] = {}
 
     def __iter__(self) -> Iterator[Worker]:
@@ -93,10 +94,12 @@ class Pool:
         return known
 
     def _sort(self) -> None:
-        """By stage, which is asked for at every step."""
-        self._by_stage = {}
+        """As is asked for at every step."""
+        self._by_stage, self._sides = {}, {}
         for worker in self:
             self._by_stage.setdefault(worker.stage, []).append(worker)
+        for worker in self.of(Stage.PREFILL):
+            self._sides.setdefault(worker.side, []).append(worker)
 
     def get(self, worker_id: WorkerId | None) -> Worker | None:
         return None if worker_id is None else self._workers.get(worker_id)
@@ -108,12 +111,9 @@ class Pool:
     def of(self, stage: Stage) -> Sequence[Worker]:
         return self._by_stage.get(stage, ())
 
-    def sides(self) -> dict[Side, list[Worker]]:
+    def sides(self) -> Mapping[Side, list[Worker]]:
         """The prefill engines, by side; a side without any is left out."""
-        sides: dict[Side, list[Worker]] = {}
-        for worker in self.of(Stage.PREFILL):
-            sides.setdefault(worker.side, []).append(worker)
-        return sides
+        return self._sides
 
     def pick(
         self, stage: Stage, avoid: Iterable[WorkerId] = (), max_work: int | None = None
@@ -133,8 +133,8 @@ class Pool:
             worker.release(key)
 
     def note_starved_stages(self, now_ns: int) -> None:
-        for stage in Stage:
-            if self.has(stage):
-                self.starved_since.pop(stage, None)
-            else:
+        for stage in self._by_stage:
+            self.starved_since.pop(stage, None)
+        for stage in Stage if len(self._by_stage) < len(Stage) else ():
+            if not self.has(stage):
                 self.starved_since.setdefault(stage, now_ns)

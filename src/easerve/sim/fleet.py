@@ -13,7 +13,7 @@ from functools import partial
 
 from easerve.costs.base import Costs, Media
 from easerve.policy.partition import Demand
-from easerve.sim import llm
+from easerve.sim import sequences
 from easerve.sim.clock import Effect, Handler
 from easerve.sim.encoder import Call, EncodeEngine
 from easerve.sim.host import NoHost
@@ -42,7 +42,7 @@ class Waiting:
     the whole answer. ``since_ns``: when its engine had heard of it; None: not yet.
     """
 
-    sequence: llm.Sequence
+    sequence: sequences.Sequence
     keys: set[str]
     finished: Finished
     final: bool
@@ -209,7 +209,7 @@ class Fleet:
         """As soon as the embeddings with these keys are there; then its KV cache is held, unless it
         is ``final``: its token ends the answer.
         """
-        sequence = llm.Sequence(leg, num_tokens, 1, llm.nothing)
+        sequence = sequences.Sequence(leg, num_tokens, 1, sequences.nothing)
         waiting = Waiting(sequence, set(keys) - self._stores[prefill], finished, final)
         self._waiting[prefill][leg] = waiting
         return self.host.call_prefill(prefill, partial(self._called, prefill, waiting), now_ns)
@@ -259,7 +259,7 @@ class Fleet:
         pulled = partial(self._pulled, leg)
         self._pulls[leg] = Pull(decode, source, failed)
         delivered = partial(self.host.delivered, decode)
-        sequence = llm.Sequence(
+        sequence = sequences.Sequence(
             leg,
             num_prompt,
             num_tokens,
@@ -271,7 +271,9 @@ class Fleet:
         submit = partial(self._submit, decode, sequence)
         return self.host.call_decode(decode, submit, now_ns)
 
-    def _submit(self, decode: WorkerId, sequence: llm.Sequence, now_ns: int) -> Iterable[Effect]:
+    def _submit(
+        self, decode: WorkerId, sequence: sequences.Sequence, now_ns: int
+    ) -> Iterable[Effect]:
         """If it is still wanted."""
         if sequence.key not in self._pulls:
             return ()

@@ -7,22 +7,19 @@ was admitted last is computed once more later. What decodes is counted as a grou
 same whatever their number.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from heapq import heappop, heappush
-from itertools import count
 
 from easerve.costs.base import Costs, Forward, Media
-from easerve.sim.clock import Effect, Handler
+from easerve.sim.clock import Effect
 from easerve.sim.encoder import whole
 from easerve.sim.lanes import Lanes
 from easerve.sim.run import Run
+from easerve.sim.sequences import BLOCK_TOKENS, Decodes, Sequence, blocks
 from easerve.sim.sharing import Device
 from easerve.types import Stage
-
-BLOCK_TOKENS = 16
 
 
 class TooLongError(Exception):
@@ -57,110 +54,8 @@ class LlmLimits:
         return self.kv_tokens // BLOCK_TOKENS
 
 
-def nothing(now_ns: int) -> Iterator[Effect]:
-    yield from ()
-
-
 def _nothing_more(num_tokens: int, now_ns: int) -> Iterable[Effect]:
     return ()
-
-
-@dataclass(eq=False, slots=True)
-class Sequence:
-    """``num_tokens``: that are to be made. ``first``, ``done``: what follows from its first and
-    last one. ``items``: that this engine encodes itself, before the text. ``pull_s``: its KV cache
-    is pulled from elsewhere, which takes so long, and ``pulled`` follows. ``here``: it has been
-    pulled already. ``num_made``: tokens that were made elsewhere count as the first of its own.
-    """
-
-    key: Hashable
-    num_prompt: int
-    num_tokens: int
-    done: Handler
-    first: Handler = nothing
-    items: tuple[Media, ...] = ()
-    pull_s: float | None = None
-    pulled: Handler = nothing
-    here: bool = False
-    num_made: int = 0
-    num_computed: int = 0
-    num_blocks: int = 0
-    num_encoded: int = 0
-    joined: int = -1
-    """The step after which it decodes."""
-    held: int = 0
-    """Tokens in its KV cache then."""
-    end: int = -1
-    """The number of its end, of those that are expected."""
-
-    @property
-    def num_to_compute(self) -> int:
-        return self.num_prompt + self.num_made
-
-
-@dataclass(slots=True)
-class Decodes:
-    """The sequences that decode, as a group; sums follow from the number of steps."""
-
-    num_steps: int = 0
-    num_tokens: int = 0
-    """In their KV caches."""
-    under_way: bool = False
-    """Whether a step is, for which blocks have been taken."""
-    running: dict[Sequence, None] = field(default_factory=dict)
-    phases: Counter[int] = field(default_factory=Counter)
-    """How many have (tokens - steps) % BLOCK_TOKENS, which stays the same."""
-    ends: list[tuple[int, int, Sequence]] = field(default_factory=list)
-    fresh: list[Sequence] = field(default_factory=list)
-    """Those that have made nothing yet."""
-    numbers: Iterator[int] = field(default_factory=count)
-
-    def join(self, sequence: Sequence, num_held: int) -> None:
-        sequence.joined, sequence.held = self.num_steps, num_held
-        self.running[sequence] = None
-        self.num_tokens += num_held
-        self.phases[(num_held - self.num_steps) % BLOCK_TOKENS] += 1
-        sequence.end = next(self.numbers)
-        last = self.num_steps + sequence.num_tokens - sequence.num_made
-        heappush(self.ends, (last, sequence.end, sequence))
-        if not sequence.num_made:
-            self.fresh.append(sequence)
-
-    def leave(self, sequence: Sequence) -> None:
-        """Its tokens are counted from now on by itself."""
-        del self.running[sequence]
-        num_steps = self.num_steps - sequence.joined
-        self.num_tokens -= sequence.held + num_steps
-        self.phases[(sequence.held - sequence.joined) % BLOCK_TOKENS] -= 1
-        sequence.num_made += num_steps
-        num_held = sequence.held + num_steps + self.under_way
-        sequence.num_blocks = max(sequence.num_blocks, blocks(num_held))
-        if not num_steps and sequence in self.fresh:
-            self.fresh.remove(sequence)
-
-    @property
-    def num_new_blocks(self) -> int:
-        """That the next step needs."""
-        return self.phases[-self.num_steps % BLOCK_TOKENS]
-
-    def step(self) -> tuple[list[Sequence], list[Sequence]]:
-        """A token for each: those whose first it was, those whose last."""
-        self.num_steps += 1
-        self.under_way = False
-        self.num_tokens += len(self.running)
-        first, self.fresh = self.fresh, []
-        ended: list[Sequence] = []
-        while self.ends and self.ends[0][0] <= self.num_steps:
-            _, end, sequence = heappop(self.ends)
-            # One that has left, and perhaps joined again, has another end or none.
-            if sequence in self.running and end == sequence.end:
-                ended.append(sequence)
-        return first, ended
-
-
-def blocks(num_tokens: int) -> int:
-    """KV blocks of so many tokens."""
-    return -(-num_tokens // BLOCK_TOKENS)
 
 
 class LlmEngine:
@@ -271,14 +166,15 @@ class LlmEngine:
     # A step -----------------------------------------------------------------------------------
 
     def _step(self, part: float, now_ns: int) -> Iterator[Effect]:
-        self._join_arrived()
+        if self._arrived:
+            self._join_arrived()
         preempted = self._make_room()
         chunks: list[tuple[Sequence, int]] = []
         items: list[Media] = []
         budget = self.limits.token_budget - len(self._decodes.running)
         for sequence in self._prompts:
             budget -= self._chunk(sequence, budget, chunks, items)
-        if not preempted:
+        if self._waiting and not preempted:
             yield from self._admit(budget, chunks, items, now_ns)
         num_decodes = len(self._decodes.running)
         if not chunks and not num_decodes:
@@ -301,8 +197,7 @@ class LlmEngine:
         return seconds
 
     def _forward(self, chunks: list[tuple[Sequence, int]]) -> Forward:
-        decodes = self._decodes
-        tokens = pairs = prompts = 0
+        decodes, tokens, pairs, prompts = self._decodes, 0, 0, 0
         for sequence, num in chunks:
             tokens += num
             pairs += num * sequence.num_computed + num * (num + 1) // 2
@@ -323,13 +218,13 @@ class LlmEngine:
 
     def _make_room(self) -> bool:
         """For the next token of every decode; whether a sequence had to give way."""
-        preempted = False
         if self.limits.reserves:
-            return preempted
-        while self._decodes.num_new_blocks > self._free_blocks:
+            return False
+        preempted = False
+        while (num_new := self._decodes.num_new_blocks) > self._free_blocks:
             self._preempt(next(reversed(self._running)))
             preempted = True
-        self._free_blocks -= self._decodes.num_new_blocks
+        self._free_blocks -= num_new
         return preempted
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -454,16 +349,12 @@ class LlmEngine:
     def _stepped(
         self, begin_ns: int, forward: Forward, chunks: list[tuple[Sequence, int]], now_ns: int
     ) -> Iterator[Effect]:
-        kind = "mixed" if chunks and forward.num_decodes else "prefill" if chunks else "decode"
+        num_new, num_decodes = forward.prefill_tokens, forward.num_decodes
+        kind = "mixed" if num_new and num_decodes else "prefill" if num_new else "decode"
         self._run.busy(
-            self.name,
-            kind,
-            begin_ns,
-            now_ns,
-            prefill_tokens=forward.prefill_tokens,
-            num_decodes=forward.num_decodes,
+            self.name, kind, begin_ns, now_ns, prefill_tokens=num_new, num_decodes=num_decodes
         )
-        yield from self.after_step(forward.num_decodes, now_ns)
+        yield from self.after_step(num_decodes, now_ns)
         first, ended = self._decodes.step()
         for sequence in first:
             yield from sequence.first(now_ns)

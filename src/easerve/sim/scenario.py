@@ -22,9 +22,9 @@ from easerve.costs.build import Knobs
 from easerve.costs.models import ModelSpec
 from easerve.costs.tokens import media
 from easerve.sim.config import SECTIONS, EaserveSystem, SystemConfig
-from easerve.sim.layers import laid as laid
-from easerve.sim.layers import read_content as read_content
 from easerve.sim.load import Workload
+from easerve.sim.overlay import laid as laid
+from easerve.sim.overlay import read_content as read_content
 
 OWN_SLO = "own"
 """The name of the objective that a scenario gives itself, beside the tiers."""

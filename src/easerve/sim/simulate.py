@@ -44,7 +44,7 @@ def simulate(
 
 def make_world(scenario: Scenario, run: Run) -> World:
     """What the systems of a scenario are built of. Raises ConfigError."""
-    model, device = models.read(scenario.model), hardware.read(scenario.hardware)
+    model, device = _model(scenario.model), _device(scenario.hardware)
     encoder_bytes = model.encoder.weight_bytes
 
     def kv_tokens(tp: int, utilization: float, with_encoder: bool) -> int:
@@ -93,5 +93,8 @@ def _costs_of(scenario: Scenario) -> CostsOf:
 
 @lru_cache
 def _built(model: str, device: str, tp: int, source: build.Source, knobs: build.Knobs) -> Costs:
-    """It takes as long as a hundredth of a run."""
-    return build.costs(models.read(model), hardware.read(device), tp, source, knobs)
+    return build.costs(_model(model), _device(device), tp, source, knobs)
+
+
+# Read once in a process: it takes as long as a tenth of a run.
+_model, _device = lru_cache(models.read), lru_cache(hardware.read)

@@ -5,9 +5,9 @@ import pytest
 
 from easerve.costs.linear import LinearCosts
 from easerve.sim.config import HydraInferSystem
+from easerve.sim.systems.handover import Gate
 from easerve.sim.systems.hydra_node import Job, Node, Streams, image_budget, token_budget
 from easerve.sim.systems.hydrainfer import HydraInfer, build
-from easerve.sim.systems.stages import Gate
 from easerve.types import Stage
 
 from .simulated import NO_HOST, PICTURE, ByHand, pictures, simulate, text, world

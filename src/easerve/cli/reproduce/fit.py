@@ -11,20 +11,20 @@ of two counts as if by two: what no knob can mend must not pull at the others.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Self
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from easerve.cli.reproduce.book import Book
 from easerve.cli.reproduce.plan import FITTED, UNTUNED, Knobs, Study, quick_points
 from easerve.cli.reproduce.runner import Outcome, run
 from easerve.cli.reproduce.verdicts import Results
-from easerve.config import ConfigError, Section, explain
+from easerve.config import Section, read_section
 
 MAX_ROUNDS = 5
 LEAST_GAIN = 0.05
@@ -77,25 +77,7 @@ class Fit(Section):
 
 def read(path: Path) -> Fit:
     """Raises ConfigError."""
-    try:
-        return Fit.model_validate(yaml.safe_load(path.read_text()))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not YAML: {error}") from None
-    except ValidationError as error:
-        raise ConfigError("\n".join(f"{path}: {each}" for each in _explain(error))) from None
-
-
-def _explain(error: ValidationError) -> Iterator[str]:
-    """What is wrong with a knob is explained by its own section."""
-    for issue in error.errors():
-        loc = issue["loc"]
-        section, at = (Knob, 2) if loc[:1] == ("knobs",) and len(loc) > 2 else (Fit, 0)
-        one: Any = {**issue, "loc": loc[at:]}
-        apart = ValidationError.from_exception_data(section.__name__, [one])
-        head = "".join(f"{part}." for part in loc[:at])
-        yield from (f"{head}{line}" for line in explain(apart, section))
+    return read_section(path, Fit)
 
 
 def write(fit: Fit, path: Path) -> None:

@@ -184,8 +184,11 @@ def _anchors(study: Study, found: Sequence[Compared]) -> Iterator[str]:
 def _ablations(page: Page, studies: Sequence[Study]) -> Iterator[str]:
     yield paragraph(
         "Untuned; goodput in requests/s, at the last two rates of each. *nothing*: one request a "
-        "call, no local prefill, no flow control. Other figures are on the page of "
-        f"[tables]({TABLES_PAGE})."
+        "call, no local prefill, no flow control. Beyond what the engines can do, goodput says who "
+        "waits rather than how much is served: a queue held before Encode is shared by all, "
+        "so that all are late together, and a share that is kept exactly leaves the side with the "
+        "smaller half idle at times, unless a guard gives it up. Throughput and all other figures "
+        f"are on the page of [tables]({TABLES_PAGE})."
     )
     yield ""
     yield from table(*tables.ablations(page.results, studies, UNTUNED))

@@ -14,8 +14,8 @@ from easerve.sim.config import DynamoSystem
 from easerve.sim.encoder import EncodeEngine, EncodeLimits
 from easerve.sim.llm import LlmEngine
 from easerve.sim.systems import pipeline
+from easerve.sim.systems.handover import Turns
 from easerve.sim.systems.pipeline import Pipeline
-from easerve.sim.systems.stages import Turns
 from easerve.sim.world import World
 from easerve.types import Stage
 

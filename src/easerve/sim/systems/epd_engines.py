@@ -8,7 +8,7 @@ from easerve.costs.base import Media
 from easerve.sim.config import BatchedEngines, EpdServeSystem
 from easerve.sim.encoder import EncodeEngine, EncodeLimits
 from easerve.sim.llm import LlmEngine, LlmLimits
-from easerve.sim.systems.stages import Gate
+from easerve.sim.systems.handover import Gate
 from easerve.sim.world import World
 from easerve.types import Stage
 

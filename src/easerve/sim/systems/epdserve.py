@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from easerve.costs.base import Media
-from easerve.sim import llm
+from easerve.sim import sequences
 from easerve.sim.clock import Effect
 from easerve.sim.config import EpdServeSystem
 from easerve.sim.encoder import Call
 from easerve.sim.systems.epd_engines import Encoder, Engines, Loop, Prefilled, Shard, Whole
+from easerve.sim.systems.handover import Requests
 from easerve.sim.systems.roles import Roles
-from easerve.sim.systems.stages import Requests
 from easerve.sim.world import World
 from easerve.types import NS_PER_S, Stage
 
@@ -101,9 +101,9 @@ class EpdServe:
         prefill, decode = self.prefills[0].engine.limits, self.decodes[0].engine.limits
         return (
             longest <= self._config.encode.max_cached_items
-            and llm.blocks(tokens + 1) <= prefill.num_blocks
-            and llm.blocks(tokens + request.num_tokens + 1) <= decode.num_blocks
-            and llm.blocks(tokens) < decode.num_blocks
+            and sequences.blocks(tokens + 1) <= prefill.num_blocks
+            and sequences.blocks(tokens + request.num_tokens + 1) <= decode.num_blocks
+            and sequences.blocks(tokens) < decode.num_blocks
         )
 
     def _add(self, shard: Shard) -> None:
@@ -156,7 +156,7 @@ class EpdServe:
             return None
         if whole.puller is None and not loop.is_active:
             return None
-        num_blocks = llm.blocks(self._requests[whole.name].num_prompt_tokens)
+        num_blocks = sequences.blocks(self._requests[whole.name].num_prompt_tokens)
         if not self._has_few_waiting(loop) or num_blocks > engine.num_free_blocks:
             return None
         self._encoded.popleft()
@@ -195,7 +195,7 @@ class EpdServe:
         name = shard.whole.name
         tokens = self._requests[name].num_prompt_tokens
         done = partial(self._prefill_done, name, loop)
-        return loop.engine.submit(llm.Sequence(name, tokens, 1, done), now_ns)
+        return loop.engine.submit(sequences.Sequence(name, tokens, 1, done), now_ns)
 
     def _prefill_done(self, name: str, loop: Loop, now_ns: int) -> Iterable[Effect]:
         if self._at_prefill:
@@ -213,7 +213,7 @@ class EpdServe:
             return None
         prefilled, engine = self._prefilled[0], loop.engine
         tokens = self._requests[prefilled.name].num_prompt_tokens
-        num_blocks = engine.num_waiting_blocks + llm.blocks(tokens)
+        num_blocks = engine.num_waiting_blocks + sequences.blocks(tokens)
         if engine.num_waiting > 2 * self._config.decode.max_batch:
             return None
         if not self._has_few_waiting(loop) or num_blocks >= engine.num_free_blocks:
@@ -227,7 +227,7 @@ class EpdServe:
         name = prefilled.name
         yield from prefilled.source.engine.release(name, now_ns)
         request = self._requests[name]
-        sequence = llm.Sequence(
+        sequence = sequences.Sequence(
             name,
             request.num_prompt_tokens,
             request.num_tokens,

@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from easerve.costs.base import Costs, Forward, Media
-from easerve.sim import llm
+from easerve.sim import sequences
 from easerve.sim.config import HydraInferSystem, HydraNodes
 from easerve.sim.encoder import EncodeEngine, EncodeLimits
 from easerve.sim.lanes import Lanes
 from easerve.sim.llm import LlmEngine, LlmLimits
 from easerve.sim.sharing import Device, Shared
-from easerve.sim.systems.stages import Gate
+from easerve.sim.systems.handover import Gate
 from easerve.sim.world import World
 from easerve.types import Stage
 
@@ -160,7 +160,7 @@ def longest_blocks(world: World) -> int:
     """KV blocks of the longest request."""
     requests = world.requests
     tokens = (request.num_prompt_tokens + request.num_tokens for request in requests)
-    return llm.blocks(max(tokens, default=0))
+    return sequences.blocks(max(tokens, default=0))
 
 
 def _max_running(

@@ -16,13 +16,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 from easerve.costs.base import Media
-from easerve.sim import llm
+from easerve.sim import sequences
 from easerve.sim.clock import Effect
 from easerve.sim.config import HydraInferSystem
 from easerve.sim.encoder import Call
 from easerve.sim.llm import TooLongError
+from easerve.sim.systems.handover import Requests, Turns
 from easerve.sim.systems.hydra_node import Job, Node, longest_blocks, make_nodes
-from easerve.sim.systems.stages import Requests, Turns
 from easerve.sim.world import World
 from easerve.types import Stage
 
@@ -147,14 +147,16 @@ class HydraInfer:
         """And decode, if the node is the next that does."""
         request, target = self._requests[name], self._to_decode[node.name].take()
         is_whole = target is node or (self._at_prefill and request.num_tokens <= 1)
-        sequence = llm.Sequence(
+        sequence = sequences.Sequence(
             name,
             request.num_prompt_tokens,
             request.num_tokens if is_whole else 1,
             partial(self._ended, node, name)
             if is_whole
             else partial(self._prefilled, node, target, name),
-            partial(self._requests.first, name) if is_whole or self._at_prefill else llm.nothing,
+            partial(self._requests.first, name)
+            if is_whole or self._at_prefill
+            else sequences.nothing,
         )
         return self._submit(node, name, sequence, now_ns)
 
@@ -163,7 +165,7 @@ class HydraInfer:
         return ()
 
     def _submit(
-        self, node: Node, name: str, sequence: llm.Sequence, now_ns: int
+        self, node: Node, name: str, sequence: sequences.Sequence, now_ns: int
     ) -> Iterable[Effect]:
         assert node.llm is not None, "it has a language model"
         try:
@@ -177,7 +179,7 @@ class HydraInfer:
 
     def _decode(self, node: Node, source: Node, name: str, now_ns: int) -> Iterable[Effect]:
         request = self._requests[name]
-        sequence = llm.Sequence(
+        sequence = sequences.Sequence(
             name,
             request.num_prompt_tokens,
             request.num_tokens,

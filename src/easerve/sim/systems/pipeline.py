@@ -15,7 +15,7 @@ from easerve.sim.config import LlmEngines
 from easerve.sim.encoder import Call, EncodeEngine, EncodeLimits
 from easerve.sim.lanes import Lanes
 from easerve.sim.llm import LlmEngine
-from easerve.sim.systems.stages import HandOver, Requests
+from easerve.sim.systems.handover import HandOver, Requests
 from easerve.sim.world import World
 from easerve.types import Stage
 

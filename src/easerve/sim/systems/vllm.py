@@ -7,12 +7,12 @@ engine encodes what the step's tokens need, then runs the language model.
 from collections.abc import Iterable, Iterator
 from functools import partial
 
-from easerve.sim import llm
+from easerve.sim import sequences
 from easerve.sim.clock import Effect
 from easerve.sim.config import VllmSystem
 from easerve.sim.lanes import Lanes
 from easerve.sim.llm import LlmEngine, LlmLimits, TooLongError
-from easerve.sim.systems.stages import Requests, Turns
+from easerve.sim.systems.handover import Requests, Turns
 from easerve.sim.world import World
 from easerve.types import Stage
 
@@ -58,7 +58,7 @@ class Vllm:
         own = self._config.routing == "round-robin"  # a proxy has chosen the server, and its engine
         engine = self._engines[server] if own else self._least_loaded()
         request = self._requests[name]
-        sequence = llm.Sequence(
+        sequence = sequences.Sequence(
             name,
             request.num_prompt_tokens,
             request.num_tokens,

@@ -8,9 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from easerve.config import ConfigError, merge
+from easerve.config import ConfigError, merge, read_yaml
 
 YAML = (".yaml", ".yml")
 FILES = ("model", "hardware", "costs.profile", "workload.trace")
@@ -44,12 +42,7 @@ def read_content(path: Path, below: Sequence[Path] = ()) -> dict[str, Any]:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not YAML: {error}") from None
+    content = read_yaml(path)
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected a mapping with at least title, model and workload")
     return content

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from easerve.costs.base import Costs
 from easerve.goodput import Outcome
-from easerve.sim import llm
+from easerve.sim import sequences
 from easerve.sim.clock import Effect
 from easerve.sim.llm import LlmEngine, TooLongError
 from easerve.sim.run import Request
@@ -105,7 +105,7 @@ class HandOver:
     ) -> Iterable[Effect]:
         """``decode``: the engine that is asked when prefill is done."""
         done = partial(self._prefilled, name, engine, decode)
-        sequence = llm.Sequence(name, self._requests[name].num_prompt_tokens, 1, done)
+        sequence = sequences.Sequence(name, self._requests[name].num_prompt_tokens, 1, done)
         try:
             return engine.submit(sequence, now_ns)
         except TooLongError:
@@ -126,7 +126,7 @@ class HandOver:
         self, name: str, source: LlmEngine, target: LlmEngine, now_ns: int
     ) -> Iterable[Effect]:
         request = self._requests[name]
-        sequence = llm.Sequence(
+        sequence = sequences.Sequence(
             name,
             request.num_prompt_tokens,
             request.num_tokens,
