@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from easerve.cli.main import app
 from easerve.cli.reproduce import book as books
 from easerve.cli.reproduce import fit as fits
+from easerve.cli.reproduce.command import printing
 from easerve.cli.reproduce.plan import (
     FITTED,
     KNOB_SETS,
@@ -37,12 +38,29 @@ def options(folder: Path) -> list[str]:
 def test_runs_are_of_every_system_rate_seed_and_variant_that_changes_it(tmp_path: Path) -> None:
     _, (grid, systems, variants) = reproduction.studies(reproduction.folder(tmp_path))
     found = [each for each in points(systems) if each.knobs == UNTUNED]
+    chosen = [each for each in found if each.variant in systems.topologies]
+    found = [each for each in found if each not in chosen]
     assert len(found) == 3 * 2 * 3 + 2 * 3  # the variant makes a difference to one of three
-    assert len(list(points(systems))) == len(KNOB_SETS) * len(found)
+    assert len(list(points(systems))) == len(KNOB_SETS) * len(found) + len(chosen)
     assert {each.knobs for each in points(grid)} == {UNTUNED}
-    assert {each.variant for each in points(variants)} == {"", "paper", "greedy", "bursts"}
+    assert {each.variant for each in points(variants)} == {"", "paper", "greedy", "eager", "bursts"}
     names = {each.variant for each in points(grid)}
     assert names == {"", "paper", "e1 b1", "e1 b2", "e2 b1", "e2 b2"}
+
+
+def test_topologies_are_run_untuned_with_one_seed_where_systems_are_compared(
+    tmp_path: Path,
+) -> None:
+    _, (grid, systems, variants) = reproduction.studies(reproduction.folder(tmp_path))
+    found = [each[1:] for each in points(systems) if each.variant in ("p2", "2x4")]
+    assert found == [
+        (UNTUNED, topology, system, rate_per_s, 1)
+        for topology, system in (("2x4", "vllm"), ("p2", "easerve"), ("p2", "dynamo"))
+        for rate_per_s in (1, 2)
+    ]
+    for study in (grid, variants):
+        assert "p2" in study.experiment.topologies  # of the base
+        assert not study.topologies
 
 
 def test_the_quick_form_is_what_anchors_need(tmp_path: Path) -> None:
@@ -87,6 +105,18 @@ def test_the_number_of_processes_makes_no_difference(tmp_path: Path) -> None:
     wanted = [each for each in points(studies[1]) if each.system == "easerve"]
     alone, together = (run(studies, wanted, jobs) for jobs in (1, 2))
     assert list(alone.items()) == list(together.items())
+
+
+def test_a_long_run_says_how_far_it_is_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ticks = {num: printing(num) for num in (99, 100, 1234)}
+    for num, tick in ticks.items():
+        for _ in range(num):
+            tick("vllm, 2/s")
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == (0 if num < 100 else 10)
+        assert not lines or lines[-1] == f"{num:,} of {num:,} runs; vllm, 2/s"
 
 
 @pytest.mark.long

@@ -94,13 +94,25 @@ def test_titles_and_anchors_do_not_make_runs_stale(tmp_path: Path) -> None:
     assert not list(books.stale_studies(book, changed, book.knobs))
 
 
+def test_topologies_make_runs_stale_only_where_they_are_run(tmp_path: Path) -> None:
+    page = reproduction.page(tmp_path)
+    path = tmp_path / "systems.yaml"
+    path.write_text(path.read_text().replace("p2:", "prefill-2:"))
+    _, changed = reproduction.studies(tmp_path)
+    book = page.results.book
+    assert list(books.stale_studies(book, changed, book.knobs)) == [
+        "systems: the scenario has changed since"
+    ]
+    assert not any(each.variant in ("p2", "2x4") for each in book.quantiles)
+
+
 def test_a_page_with_another_number_is_stale(tmp_path: Path) -> None:
     page = reproduction.page(tmp_path)
     for name, made in PAGES.items():
         (tmp_path / name).write_text(made(page))
     assert not list(stale_pages(tmp_path, page))
     path = tmp_path / "reproduction.md"
-    path.write_text(path.read_text().replace("| 2 × |", "| 3 × |"))
+    path.write_text(path.read_text().replace("| 2 × | abstract", "| 3 × | abstract"))
     lines = list(stale_pages(tmp_path, page))
     assert len(lines) == 2
     assert all(line.startswith("reproduction.md: ") for line in lines)

@@ -4,6 +4,8 @@ import pytest
 
 from easerve.cli.reproduce.plan import FITTED, UNTUNED, Side
 from easerve.cli.reproduce.verdicts import (
+    Best,
+    Elsewhere,
     Verdict,
     compared,
     consistencies,
@@ -99,6 +101,47 @@ def test_figures_are_medians_at_the_best_rate(tmp_path: Path) -> None:
     assert best.verdicts[UNTUNED] is Verdict.WITHIN
     assert other.verdicts[UNTUNED] is Verdict.DIRECTION  # 2 times, published were 4
     assert ratio.verdicts[UNTUNED] is Verdict.WITHIN
+
+
+def test_a_baselines_verdict_at_its_best_topology(tmp_path: Path) -> None:
+    made = reproduction.page(tmp_path)
+    ours, dynamo, ratio = compared(made.results, made.studies[1])
+    assert ours.elsewhere is None
+    assert ratio.elsewhere is None  # vLLM is no better with the other engines
+    assert dynamo.elsewhere == Elsewhere("p2", 3.0, Verdict.NOT)
+    assert dynamo.depends
+    assert not ratio.depends
+    assert dynamo.as_dict()["best_topology"] == {
+        "topology": "p2",
+        "simulated": 3.0,
+        "verdict": "not reproduced",
+    }
+
+
+def test_a_ratios_baseline_is_at_its_best_whichever_side_it_is(tmp_path: Path) -> None:
+    made = reproduction.page(tmp_path)
+    study = made.studies[1]
+    over = anchor(2, "throughput_per_s", over="dynamo")
+    under = anchor(2, "ttft_s.p99", system="dynamo", over="easerve")
+    anchors = {"anchors": (over, under)}
+    object.__setattr__(study, "scenario", study.scenario.model_copy(update=anchors))
+    found = [each.elsewhere for each in compared(made.results, study)]
+    assert [each and each.topology for each in found] == ["p2", "p2"]
+    # Ours is the median over seeds, 1.01.
+    assert found[0] is not None
+    assert found[0].simulated == pytest.approx(1.01 / 1.5)
+    assert found[1] is not None
+    assert found[1].simulated == pytest.approx(1.01 / 1.5)
+
+
+def test_of_times_the_least_is_best(tmp_path: Path) -> None:
+    made = reproduction.page(tmp_path)
+    study = made.studies[1]
+    best = made.results.best_topology(study, "dynamo", [1, 2], "ttft_s.p99")
+    assert best == Best(3 / 1.5, "p2", 1)
+    best = made.results.best_topology(study, "vllm", [1, 2], "throughput_per_s")
+    assert best == Best(1.0, "", 2)
+    assert made.results.best_topology(study, "vllm", [3], "throughput_per_s") is None
 
 
 def test_a_variant_that_changes_nothing_for_a_system_is_the_scenario_as_it_is(

@@ -109,6 +109,35 @@ def test_a_trace_and_a_report_are_written(easerve: Easerve, scenario: Path, tmp_
         assert title in page
 
 
+def test_a_request_that_is_too_long_fails_alone(easerve: Easerve, scenario: Path) -> None:
+    over = "workload.text_tokens=[1, 300000]"
+    result = json.loads(easerve("simulate", scenario, "--json", "--set", over).out)
+    assert result["failed"] > 0
+    assert result["completed"] == 20 - result["failed"] > 0
+
+
+@pytest.mark.parametrize("where", ["deficit", "bernoulli"])
+def test_what_the_core_decides_is_written_and_decided_again(
+    easerve: Easerve, scenario: Path, tmp_path: Path, where: str
+) -> None:
+    path = tmp_path / "decisions"
+    over = ("--set", f"systems.easerve.policy.where={where}")
+    ended = easerve("simulate", scenario, "--decision-log", path, *over)
+    assert ended.out.endswith(f"decisions, for easerve replay: {path}\n")
+    replayed = json.loads(easerve("replay", path, "--json").out)
+    assert replayed["same"]
+    assert replayed["batches"]
+    path.write_text(path.read_text().replace('"remote_share":0.5', '"remote_share":0.9'))
+    assert not json.loads(easerve("replay", path, "--json").out)["same"]
+
+
+def test_only_our_core_has_decisions_to_write(easerve: Easerve, tmp_path: Path) -> None:
+    path = write(tmp_path / "scenario.yaml", systems={"vllm": {}})
+    ended = easerve("simulate", path, "--system", "vllm", "--decision-log", tmp_path / "log")
+    assert ended.code == 2
+    assert "--decision-log: system vllm has no core; ask for easerve" in ended.err
+
+
 def test_all_are_the_systems_of_the_scenario(easerve: Easerve, scenario: Path) -> None:
     assert json.loads(easerve("simulate", scenario, "--json", "--system", "all").out).keys() >= KEYS
 
@@ -131,9 +160,11 @@ def test_all_are_the_systems_of_the_scenario(easerve: Easerve, scenario: Path) -
             "scenario.yaml: systems.easerve: tensor_parallel_size 1: an engine needs 70",
         ),
         (
-            ["--set", "workload.text_tokens=1000000"],
-            "scenario.yaml: systems.easerve: p0: a sequence of 100",
+            ["--set", "systems.easerve.policy.encode_units=1000"],
+            "scenario.yaml: systems.easerve.policy.encode_units 1000: it can be 1 to 140 of 142",
         ),
+        (["--seeds", "1,2", "--decision-log", "t"], "--decision-log is of one run: name one"),
+        (["--decision-log", "no/t"], "no/t: No such file or directory"),
     ],
 )
 def test_what_cannot_be_simulated_is_said(
@@ -164,6 +195,12 @@ def test_the_bench_times_the_simulator(easerve: Easerve, scenario: Path) -> None
     for row, num in ((result["systems"]["easerve"], 20), (result["many"], 40)):
         assert row["num_requests"] == num
         assert row["times_real_time"] == pytest.approx(row["simulated_s"] / row["wall_s"])
+    speed, many = result["targets"]
+    assert (many["measured"], many["met"]) == (result["many"]["wall_s"], None)
+    assert speed["measured"] == result["systems"]["easerve"]["times_real_time"]
+    assert speed["met"] is (speed["measured"] >= 1000)
+    assert "easerve on 8 GPUs: at least 1,000 times real time" in ended.out
+    assert "10,000 requests: computed in less than 10 s" in ended.out
 
 
 def test_the_bench_knows_the_repositorys_scenario() -> None:

@@ -154,7 +154,6 @@ def test_what_stands_around_the_engines_is_told_apart() -> None:
         "decode_call_s": 1,
         "decode_step_s": 0.2,
         "decode_token_s": 0.05,
-        "answer_s": 0.5,
         "client_request_s": 0.5,
         "client_token_s": 0.02,
         "idle_cores": 25,

@@ -1,9 +1,11 @@
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from easerve.policy.pool import Pool, Worker
-from easerve.types import NS_PER_S, Side, Stage
+from easerve.types import NS_PER_S, Side, Stage, WorkerId
 
-from .scenario import D0, E0, L0, P0, P1
+from .scenario import D0, E0, E1, L0, P0, P1
 
 
 @pytest.fixture
@@ -147,3 +149,36 @@ def test_a_stage_is_starved_from_when_its_last_engine_was_lost(pool: Pool) -> No
     pool.lose(E0)
     pool.note_starved_stages(30)
     assert pool.starved_since == {Stage.ENCODE: 30, Stage.DECODE: 10}
+
+
+# Who is picked ------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.dictionaries(st.sampled_from("abcde"), st.integers(0, 3)), st.sets(st.sampled_from("abcde"))
+)
+def test_no_worker_would_have_been_better(backlog: dict[str, int], avoid: set[str]) -> None:
+    pool = Pool()
+    for name, tokens in backlog.items():
+        pool.join(Worker(WorkerId(name), Stage.DECODE))
+        worker = pool.get(WorkerId(name))
+        assert worker is not None
+        worker.hold("work", tokens)
+    chosen = pool.pick(Stage.DECODE, {WorkerId(name) for name in avoid})
+    usable = backlog.keys() - avoid or backlog.keys()
+    best = min(usable, key=lambda name: (backlog[name], name), default=None)
+    assert (None if chosen is None else chosen.worker_id) == best
+
+
+def test_of_two_idle_encoders_the_one_with_less_prefill_beside_it_is_picked() -> None:
+    pool = Pool()
+    local = Worker(L0, Stage.PREFILL, beside=(E0,))
+    for worker in (Worker(E0, Stage.ENCODE), Worker(E1, Stage.ENCODE), local):
+        pool.join(worker)
+    first = pool.pick(Stage.ENCODE)
+    local.hold("prompt", 100)
+    second = pool.pick(Stage.ENCODE)
+    assert first is not None
+    assert second is not None
+    assert (first.worker_id, second.worker_id) == (E0, E1)

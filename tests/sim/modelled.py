@@ -43,6 +43,8 @@ from easerve.types import NS_PER_S, MediaItem, RequestId, Stage, WorkerId
 
 from .virtual_loop import VirtualLoop
 
+LOST = EngineError("the KV cache is lost")
+REFUSED = EngineError("the sequence is too long", 400)
 STAGES = {"e": Stage.ENCODE, "p": Stage.PREFILL, "l": Stage.PREFILL, "d": Stage.DECODE}
 
 
@@ -414,9 +416,13 @@ class ModelledEngine:
                 done.set_result(wait_s)
             yield from ()
 
+        def failed(missing: tuple[str, ...], now_ns: int) -> Iterator[Effect]:
+            error = protocol.EmbeddingMissingError("", 500, missing) if missing else REFUSED
+            yield from _fails(done, error)(now_ns)
+
         num_tokens, now_ns = len(prompt.token_ids), self._loop.now_ns
         effects = self._fleet.prefill(
-            self.worker_id, leg, num_tokens, keys, finished, now_ns, final=final
+            self.worker_id, leg, num_tokens, keys, finished, failed, now_ns, final=final
         )
         self._loop.push(effects)
         wait_s = await self._unless_cancelled(done, leg)
@@ -438,7 +444,7 @@ class ModelledEngine:
                 num_tokens,
                 _resolves(first),
                 _resolves(last),
-                _fails(first),
+                lambda retryable, now_ns: _fails(first, LOST if retryable else REFUSED)(now_ns),
                 self._loop.now_ns,
             )
         )
@@ -480,10 +486,10 @@ def _resolves(future: "asyncio.Future[Any]") -> Handler:
     return handler
 
 
-def _fails(future: "asyncio.Future[Any]") -> Handler:
+def _fails(future: "asyncio.Future[Any]", error: EngineError) -> Handler:
     def handler(now_ns: int) -> Iterator[Effect]:
         if not future.done():
-            future.set_exception(EngineError("the KV cache is lost"))
+            future.set_exception(error)
         yield from ()
 
     return handler

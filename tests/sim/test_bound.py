@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -6,7 +7,7 @@ from typing import Any
 import pytest
 
 from easerve.costs.base import Costs, Forward, Media
-from easerve.sim.bound import bound_per_s
+from easerve.sim.bound import SLACK, bound_per_s, sizes
 from easerve.sim.config import SECTIONS, SystemConfig
 from easerve.sim.run import Request, Run
 from easerve.sim.scenario import read
@@ -41,7 +42,7 @@ def world(num_text_tokens: int = 900, num_tokens: int = 11, kv_tokens: int = 1 <
     requests = [Request(0.0, (PICTURE,), num_text_tokens, num_tokens)] * 10
     return World(
         costs_of=lambda tp, step_overhead_s=None: Linear(),
-        kv_tokens=lambda tp, utilization, with_encoder: kv_tokens,
+        kv_tokens=lambda tp, utilization, with_encoder, with_activations=True: kv_tokens,
         num_units=1,
         granule=1,
         requests=requests,
@@ -108,21 +109,44 @@ def section(system: str, **content: Any) -> SystemConfig:
     ],
 )
 def test_a_stage_bounds_what_its_engines_can_do(config: SystemConfig, expected: float) -> None:
-    assert bound_per_s(config, world()) == pytest.approx(expected)
+    assert bound_per_s(config, world()) == pytest.approx(SLACK * expected)
 
 
 def test_a_small_kv_cache_bounds_decode() -> None:
     config = section(
         "easerve", **EASERVE | {"prefill": {"replicas": 99}, "encode": {"replicas": 99}}
     )
-    # Of 1005 tokens on average two sequences fit.
-    assert bound_per_s(config, world(kv_tokens=2010)) == pytest.approx(3 * 2 / (10 * 0.2))
+    # Of 1005 tokens on average two sequences fit; ten steps of 0.2 s for each two.
+    assert bound_per_s(config, world(kv_tokens=2010)) == pytest.approx(SLACK * 3 * 2 / 2.0)
 
 
 def test_whole_engines_add_their_stages_up() -> None:
     config = section("vllm", replicas=1, max_num_batched_tokens=1010)
-    # In a step one prompt and ten decodes; ten pictures of 100 tokens go together.
-    assert bound_per_s(config, world()) == pytest.approx(1 / (0.41 + 1.0 + 0.2))
+    # A step of decodes costs the same whatever their number, 256 at most; ten pictures of 100
+    # tokens go together.
+    assert bound_per_s(config, world()) == pytest.approx(SLACK / (0.41 + 1.0 + 10 * 0.2 / 256))
+
+
+class Crowded(Linear):
+    """A step of decodes beside prompts takes a second more."""
+
+    def forward(self, step: Forward, share: float = 1.0) -> float:
+        return super().forward(step) + (1.0 if step.prefill_tokens and step.num_decodes else 0.0)
+
+
+def test_whole_engines_may_keep_prompts_and_decodes_apart() -> None:
+    apart = replace(world(), costs_of=lambda tp, step_overhead_s=None: Crowded())
+    config = section("vllm", replicas=1, max_num_seqs=1, max_num_batched_tokens=1010)
+    assert bound_per_s(config, apart) == pytest.approx(SLACK / (0.41 + 1.0 + 10 * 0.2))
+
+
+def test_all_small_sizes_are_looked_at_and_the_last_ones() -> None:
+    assert sizes(40, 64) == [*range(1, 41)]
+    assert sizes(7.2, 2) == [1, 2, 3, 4, 6, 7, 8]
+    many = sizes(5000, 64)
+    assert {4999, 5000, *(1 << power for power in range(13))} <= {*many}
+    assert len(many) < 500
+    assert sizes(0.3, 8) == [1]
 
 
 def test_without_requests_there_is_no_bound() -> None:
@@ -133,7 +157,7 @@ def test_without_requests_there_is_no_bound() -> None:
 
 def test_answers_of_one_token_take_no_decode() -> None:
     config = section("easerve", **EASERVE | {"decode": {"max_num_seqs": 1}})
-    assert bound_per_s(config, world(num_tokens=1)) == pytest.approx(1.0)
+    assert bound_per_s(config, world(num_tokens=1)) == pytest.approx(SLACK)
 
 
 @pytest.mark.parametrize("share", [0.4, 1.0])
@@ -165,3 +189,63 @@ def test_no_run_of_any_system_is_beyond_it(name: str, system: str) -> None:
     assert sum(record.outcome == "completed" for record in run.records) == 100
     bound = bound_per_s(scenario.configs[system], make_world(scenario, Run()))
     assert 0.15 * bound < 100 / run.end_s < bound
+
+
+BEYOND = [
+    ("vllm", ["workload.output_tokens=500", "systems.vllm.max_num_seqs=1"]),
+    ("vllm", ["workload.output_tokens=500", "systems.vllm.max_num_seqs=4"]),
+    (
+        "dynamo",
+        [
+            "workload.text_tokens=6000",
+            "workload.output_tokens=1",
+            "systems.dynamo.prefill.max_num_batched_tokens=512",
+        ],
+    ),
+    (
+        "epdserve",
+        [
+            "workload.text_tokens=17",
+            "workload.output_tokens=500",
+            "systems.epdserve.decode.max_batch=1",
+        ],
+    ),
+]
+
+
+def share_of_bound(system: str, over: Sequence[str]) -> float:
+    """Of a run in which all requests come at once."""
+    at_once = ["workload.rate_per_s=1000", *over]
+    scenario = read(SCENARIOS / "llava-34b-rtx6000ada.yaml", over=at_once)
+    run = simulate(scenario, system)
+    assert all(record.outcome == "completed" for record in run.records)
+    bound = bound_per_s(scenario.configs[system], make_world(scenario, Run()))
+    return len(run.records) / run.end_s / bound
+
+
+@pytest.mark.parametrize(("system", "over"), BEYOND)
+def test_runs_that_come_near_it_are_not_beyond_it(system: str, over: Sequence[str]) -> None:
+    assert 0.85 < share_of_bound(system, ["workload.num_requests=100", *over]) <= 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(40))
+def test_no_run_is_beyond_it_whatever_it_is_of(seed: int) -> None:
+    rng = Random(seed)
+    system = rng.choice(["vllm", "vllm", "dynamo", "vllm-epd", "epdserve"])
+    budget = rng.choice([64, 512, 2048, 8192])
+    seqs = rng.choice([1, 2, 4, 8, 256])
+    over = {
+        "workload.seed": rng.randint(1, 9),
+        "workload.num_requests": rng.choice([30, 100, 200]),
+        "workload.output_tokens": rng.choice([1, 2, [1, 3], 16, 17, [1, 300], 500]),
+        "workload.text_tokens": rng.choice([1, 15, 17, [1, 3000], 1024, 6000]),
+        "workload.items": rng.choice(["[{}]", "[{}, {image: 256x256}]", "[{image: 1280x720}]"]),
+        "systems.vllm.max_num_batched_tokens": budget,
+        "systems.vllm.max_num_seqs": seqs,
+        "systems.dynamo.prefill.max_num_batched_tokens": budget,
+        "systems.dynamo.decode.max_num_seqs": seqs,
+        "systems.epdserve.decode.max_batch": seqs,
+        "systems.vllm.kv_cache_tokens": rng.choice(["null", 16000, 24000]),
+    }
+    assert share_of_bound(system, [f"{key}={value}" for key, value in over.items()]) <= 1

@@ -50,6 +50,7 @@ class Moves:
         self.fleet = Fleet(COSTS, self.run, encoders, prefills, decodes, beside, near)
         self.calls: dict[str, Call] = {}
         self.waits_s: dict[str, float] = {}
+        self.missing: dict[str, tuple[str, ...]] = {}
 
     def encode(
         self, name: str, encoder: WorkerId, keys: str, *to: WorkerId, demand: Demand = SHARED
@@ -67,17 +68,32 @@ class Moves:
     def drop(self, name: str, encoder: WorkerId) -> Handler:
         return lambda now_ns: self.fleet.drop(encoder, self.calls[name], now_ns)
 
-    def prefill(self, name: str, engine: WorkerId, keys: str = "", final: bool = False) -> Handler:
+    def prefill(
+        self,
+        name: str,
+        engine: WorkerId,
+        keys: str = "",
+        final: bool = False,
+        num_tokens: int = TOKENS,
+    ) -> Handler:
         def finished(wait_s: float, now_ns: int) -> Iterable[Effect]:
             self.waits_s[name] = wait_s
             return self.notes.note(name)(now_ns)
 
+        def failed(missing: tuple[str, ...], now_ns: int) -> Iterable[Effect]:
+            self.missing[name] = missing
+            return self.notes.note(f"{name} failed")(now_ns)
+
         return lambda now_ns: self.fleet.prefill(
-            engine, name, TOKENS, keys, finished, now_ns, final=final
+            engine, name, num_tokens, keys, finished, failed, now_ns, final=final
         )
 
     def decode(self, name: str, source: WorkerId, num_tokens: int = 3) -> Handler:
         note = self.notes.note
+
+        def failed(retryable: bool, now_ns: int) -> Iterable[Effect]:
+            return note(f"{name} failed" if retryable else f"{name} refused")(now_ns)
+
         return lambda now_ns: self.fleet.decode(
             D0,
             name,
@@ -86,7 +102,7 @@ class Moves:
             num_tokens,
             note(f"{name} first"),
             note(f"{name} decoded"),
-            note(f"{name} failed"),
+            failed,
             now_ns,
         )
 
@@ -364,11 +380,54 @@ def test_an_encoder_is_lost_with_its_calls_and_what_it_had() -> None:
     assert moves.notes == {"had": 1.0, "again": 6.0}
 
 
-def test_what_an_encoder_has_sent_arrives_without_it() -> None:
+@pytest.mark.parametrize(("at_s", "comes"), [(1.0 + TRANSFER_S / 2, False), (1.2, True)])
+def test_what_an_encoder_has_sent_arrives_without_it_if_it_has_sent_all(
+    at_s: float, comes: bool
+) -> None:
     moves = Moves()
     play(
-        (0.0, moves.prefill("r", P0, "a")),
         (0.0, moves.encode("call", E1, "a", P0)),
-        (1.0 + TRANSFER_S / 2, moves.lose(E1)),
+        (1.05, moves.prefill("r", P0, "ab")),
+        (1.05, moves.prefill("other", P0, "b")),
+        (at_s, moves.lose(E1)),
+        (2.0, moves.encode("second", E0, "b", P0)),
     )
-    assert moves.notes["r"] == pytest.approx(1.0 + TRANSFER_S + 10)
+    assert moves.missing == ({} if comes else {"r": ("a",)})
+    expected = {"call": 1.0, "second": 3.0, "other": 13.0 + TRANSFER_S}
+    expected |= {"other": 23.1, "r": 13.1} if comes else {"r failed": 1.0 + TRANSFER_S}
+    assert moves.notes == pytest.approx(expected)
+    assert moves.fleet.missing(P0, "ab") == (() if comes else ("a",))
+
+
+def test_what_a_lost_encoder_did_not_send_does_not_keep_the_next_one() -> None:
+    moves = Moves()
+    play(
+        (0.0, moves.encode("call", E1, "abcdefghijklmnopqrst", P0)),  # to be there at 3 s
+        (1.1, moves.lose(E1)),
+        (1.1, moves.encode("again", E1, "a", P0)),
+        (1.1, moves.prefill("r", P0, "a")),
+    )
+    assert moves.notes == pytest.approx({"call": 1.0, "again": 2.1, "r": 12.1 + TRANSFER_S})
+
+
+# Too long -----------------------------------------------------------------------------------------
+
+
+def test_a_prompt_that_an_engine_cannot_hold_is_refused_and_no_other() -> None:
+    moves = Moves()
+    play(
+        (0.0, moves.prefill("long", P0, num_tokens=16 * BLOCKS)),
+        (0.0, moves.prefill("r", P0, num_tokens=16 * BLOCKS - 1)),
+    )
+    assert moves.notes == {"long failed": 0.0, "r": 10.0}
+    assert moves.missing == {"long": ()}
+
+
+def test_an_answer_that_an_engine_cannot_hold_is_refused_and_its_cache_given_back() -> None:
+    moves = Moves()
+    play(
+        (0.0, moves.prefill("r", P0)),
+        (12.0, moves.decode("r", P0, 16 * BLOCKS)),
+    )
+    assert moves.notes == {"r": 10.0, "r refused": 12.0}
+    assert moves.held() == [0, 0, 0]

@@ -151,6 +151,19 @@ def failing_in_ties(rng: random.Random) -> Trace:
     return setup, ties(rng, 12, keys=rng.choice((0, 4))), lost(rng, setup, 30.0, UNIT_S)
 
 
+def cut_off(rng: random.Random) -> Trace:
+    """Encoders are lost while their embeddings are on their way."""
+    setup, requests, _ = rng.choice((medium, shared, offloaded))(rng)
+    costs = replace(setup.costs, transfer_token_s=1e-3)
+    setup = replace(setup, costs=costs, limits=Limits(3, 1000 * NS_PER_S))
+    failures = []
+    for worker in ("e0", "e1"):
+        times_s = accumulate(rng.uniform(0.1, 1.0) for _ in range(12))
+        pairs = zip(times_s, times_s, strict=True)
+        failures += [Failure(WorkerId(worker), lost_s, back_s) for lost_s, back_s in pairs]
+    return setup, requests, failures
+
+
 def late(rng: random.Random) -> Trace:
     """Requests time out wherever they are, and more come than are let in."""
     setup, requests, _ = rng.choice((heavy, shared, offloaded, tied))(rng)
@@ -158,6 +171,20 @@ def late(rng: random.Random) -> Trace:
     timeout_ns = round(rng.choice((4.0, 7.0) if even else (0.2, 0.5, 1.0)) * NS_PER_S)
     setup = replace(setup, limits=Limits(2, timeout_ns), max_requests=rng.choice((4, 12)))
     return setup, requests, []
+
+
+def too_long(rng: random.Random) -> Trace:
+    """Some prompts for the engines of prefill, some answers for those of decode."""
+    setup, requests, failures = rng.choice((medium, shared, offloaded, failing))(rng)
+    long = 5000
+    requests = [
+        replace(each, num_text_tokens=rng.choice((10, long)), num_tokens=rng.choice((1, long)))
+        if rng.random() < 0.3
+        else each
+        for each in requests
+    ]
+    prefill = replace(setup.prefill, kv_tokens=long)
+    return replace(setup, prefill=prefill, decode=replace(prefill, holds=False)), requests, failures
 
 
 TRACES: Sequence[Kind] = (
@@ -170,7 +197,9 @@ TRACES: Sequence[Kind] = (
     offloaded,
     failing,
     failing_in_ties,
+    cut_off,
     late,
+    too_long,
 )
 by_trace = pytest.mark.parametrize("trace", TRACES, ids=lambda trace: trace.__name__)
 
@@ -213,7 +242,9 @@ SEEN: dict[str, set[str]] = {
     "shared": {"sent again"},
     "offloaded": {"Divide"},
     "failing": {*LOSSES, "DecodeFailed", "CancelEncode"},
+    "too_long": {"failed", "PrefillFailed", "DecodeFailed"},
     "failing_in_ties": {*LOSSES, "DecodeFailed", "PrepareFailed"},
+    "cut_off": {"EmbeddingMissing", "CancelEncode"},
     "late": {"Cancel", "CancelEncode", "Reject"},
 }
 """What a kind of trace must bring to be worth anything."""

@@ -80,6 +80,44 @@ def test_a_grid_is_every_choice_with_every_other() -> None:
     }
 
 
+def test_a_topology_is_asked_for_by_its_name(tmp_path: Path, path: Path) -> None:
+    change = {"systems.easerve.prefill.replicas": 2, "systems.easerve.decode.replicas": 1}
+    experiment = {"systems": ["easerve"], "rates_per_s": [1], "topologies": {"p2": change}}
+    write(path, experiment=experiment)
+    assert read(path, "p2").configs["easerve"].workers == ("e0", "e1", "l0", "p0", "p1", "d0")  # type: ignore[union-attr]
+    found = read(path).experiment
+    assert found is not None
+    assert list(found.changes) == ["p2"]
+    assert not found.all_variants
+
+
+@pytest.mark.parametrize(
+    ("over", "message"),
+    [
+        (
+            {"topologies": {"big": {"systems.easerve.decode.replicas": 4}}},
+            "topology big: systems.easerve has engines on 12 GPUs, but num_gpus is 8",
+        ),
+        (
+            {"topologies": {"x": {"systems.easerve.decod.replicas": 1}}},
+            "topology x: systems.easerve.decod: unknown key; did you mean 'decode'?",
+        ),
+        (
+            {"topologies": {"v": {}}, "variants": {"v": {}}},
+            "experiment: topologies.v: there is a variant of this name",
+        ),
+        (
+            {"topologies": {"x": {"num_gpus": 16}}},
+            "experiment: topologies.x: 'num_gpus': only keys below systems may change",
+        ),
+        ({"origins": {"vlm": "x"}}, "experiment.origins: 'vlm' is not there; there are easerve"),
+    ],
+)
+def test_a_topology_that_cannot_be(path: Path, over: dict[str, Any], message: str) -> None:
+    experiment = {"systems": ["easerve"], "rates_per_s": [1], **over}
+    assert message in error_of(write(path, experiment=experiment))
+
+
 def test_another_load() -> None:
     scenario = read(PAPER)
     other = scenario.at(5, 7)
@@ -193,7 +231,10 @@ def test_a_base_that_cannot_be(path: Path, base: str, message: str) -> None:
         ({"workload": {"rate_per_s": "fast"}}, "workload.rate_per_s: Input should be a valid num"),
         ({"workload": {"preset": "none"}}, "workload: preset 'none' is none of random-mm, "),
         ({"workload": {"preset": None}}, "workload: give a preset (random-mm, "),
-        ({"workload": {"items": []}}, "workload: one of the items must have a weight of more"),
+        (
+            {"workload": {"preset": None, "items": []}},
+            "workload: one of the items must have a weight of more",
+        ),
         (
             {"workload": {"items": [{}, {"imag": "2x2"}]}},
             "workload.items.1.imag: unknown key; did you mean 'image'?",
@@ -277,6 +318,13 @@ def test_a_change_is_laid_on_what_is_there() -> None:
     assert scenario.costs.source == "roofline"
     (item,) = scenario.workload.mix().items
     assert item.image == (64, 48)
+
+
+def test_of_a_preset_and_items_the_one_that_is_laid_on_counts(path: Path) -> None:
+    items = read(PAPER, over=["workload.items=[{image: 64x48}]"])
+    assert items.workload.preset is None
+    named = read(PAPER, over=["workload.items=[{image: 64x48}]", "workload.preset=random-mm"])
+    assert named.workload.items is None
 
 
 @pytest.mark.parametrize("text", ["a: [", "- a list", "\0"])

@@ -260,6 +260,9 @@ def simulate(
         Path | None, typer.Option(help="Write a trace that Perfetto shows; of one run.")
     ] = None,
     html: Annotated[Path | None, typer.Option(help="Write a report with pictures.")] = None,
+    decision_log: Annotated[
+        Path | None, typer.Option(help="Log what our core decides, for easerve replay; one run.")
+    ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Run systems over modelled engines in virtual time: no GPU, no model needed."""
@@ -272,11 +275,12 @@ def simulate(
             scenario,
             system,
             None if rate is None else numbers("rate", rate),
-            None if seeds is None else counts("seeds", seeds, command.MAX_SEED),
+            None if seeds is None else counts("seeds", seeds, command.MAX_SEED, least=0),
             variant,
             over or (),
             trace,
             html,
+            decision_log,
             json_output,
         )
         raise typer.Exit(command.run(asked))

@@ -16,15 +16,20 @@ from easerve.cli.bench.command import check_writable, names, progress, show
 from easerve.cli.simulate_shown import Result
 from easerve.config import ConfigError
 from easerve.goodput import summarise
+from easerve.serve.decisions import DecisionLog, Header
 from easerve.sim import scenario as scenarios
 from easerve.sim import trace
 from easerve.sim.bound import bound_per_s
-from easerve.sim.llm import TooLongError
+from easerve.sim.checks import check
+from easerve.sim.config import EaserveSystem
 from easerve.sim.run import Run
 from easerve.sim.scenario import Scenario
 from easerve.sim.simulate import make_world, simulate
+from easerve.sim.systems.easerve import recipe
+from easerve.sim.systems.served import Observe
 
 ALL = "all"
+OURS = "easerve"
 MAX_SEED = 1 << 53
 
 
@@ -42,30 +47,53 @@ class Asked:
     over: Sequence[str]
     trace: Path | None
     html: Path | None
+    decision_log: Path | None
     as_json: bool
 
 
 def run(asked: Asked) -> int:
     """The exit code. Raises ConfigError."""
     scenario = scenarios.read(asked.path, asked.variant, asked.over)
+    try:
+        check(scenario)
+    except ConfigError as error:
+        lines = str(error).split("\n")
+        raise ConfigError("\n".join(f"{asked.path}: {line}" for line in lines)) from None
     systems = _systems(scenario, asked.systems)
     loads = list(_loads(scenario, asked))
-    if asked.trace is not None and len(systems) * len(loads) > 1:
-        raise ConfigError("--trace is of one run: name one system, one rate and one seed")
-    for path in (asked.trace, asked.html):
-        if path is not None:
-            check_writable(path)
+    for name, path in (("trace", asked.trace), ("decision-log", asked.decision_log)):
+        if path is not None and len(systems) * len(loads) > 1:
+            raise ConfigError(f"--{name} is of one run: name one system, one rate and one seed")
+    if asked.decision_log is not None and systems != [OURS]:
+        raise ConfigError(f"--decision-log: system {systems[0]} has no core; ask for {OURS}")
+    _check_outputs(asked)
     traced = asked.trace is not None or asked.html is not None
     results = []
     with progress(Console(stderr=True), len(systems) * len(loads)) as tick:
         for load, system in product(loads, systems):
             tick(f"{system}, {shown.title_of(load.workload)}")
             try:
-                results.append(once(load, system, traced))
-            except (ConfigError, TooLongError) as error:
+                if asked.decision_log is None:
+                    results.append(once(load, system, traced))
+                else:
+                    results.append(_logged(load, asked.decision_log, traced))
+            except ConfigError as error:
                 raise ConfigError(f"{asked.path}: systems.{system}: {error}") from None
     _write(asked, scenario, results)
     return 0
+
+
+def _check_outputs(asked: Asked) -> None:
+    """Before anything is computed. Raises ConfigError."""
+    options = {"trace": asked.trace, "html": asked.html, "decision-log": asked.decision_log}
+    taken = {asked.path.resolve(): "the scenario"}
+    for name, path in options.items():
+        if path is None:
+            continue
+        check_writable(path)
+        if path.resolve() in taken:
+            raise ConfigError(f"--{name}: {path} is {taken[path.resolve()]} as well")
+        taken[path.resolve()] = f"that of --{name}"
 
 
 def _write(asked: Asked, scenario: Scenario, results: Sequence[Result]) -> None:
@@ -84,16 +112,32 @@ def _write(asked: Asked, scenario: Scenario, results: Sequence[Result]) -> None:
         charts = shown.charts(results)
         asked.html.write_text(report.html(scenario.title, [*sections, *charts]))
         console.print(f"report: {asked.html}", soft_wrap=True)
+    if asked.decision_log is not None:
+        console.print(f"decisions, for easerve replay: {asked.decision_log}", soft_wrap=True)
 
 
-def once(scenario: Scenario, system: str, traced: bool = False) -> Result:
-    """One run of one system. Raises ConfigError, and TooLongError for a request too long for it."""
+def once(
+    scenario: Scenario, system: str, traced: bool = False, observe: Observe | None = None
+) -> Result:
+    """One run of one system; ``observe`` as ``simulate``. Raises ConfigError."""
     begin_s = time.perf_counter()
-    found = simulate(scenario, system, traced)
+    found = simulate(scenario, system, traced, observe)
     wall_s = time.perf_counter() - begin_s
     summary = summarise(found.records, found.end_s, scenario.slo.slos())
     bound = bound_per_s(scenario.configs[system], make_world(scenario, Run()))
     return Result(system, scenario.workload, summary, found, bound, wall_s)
+
+
+def _logged(scenario: Scenario, path: Path, traced: bool) -> Result:
+    """One run of ours, whose core's steps are written down as the server's are."""
+    config = scenario.configs[OURS]
+    assert isinstance(config, EaserveSystem)
+    made = recipe(config.seeded(scenario.workload.seed), make_world(scenario, Run()))
+    log = DecisionLog(path, Header(**made._asdict()))
+    try:
+        return once(scenario, OURS, traced, log.step)
+    finally:
+        log.close()
 
 
 def as_json(results: Sequence[Result]) -> dict[str, Any]:

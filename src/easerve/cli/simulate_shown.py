@@ -14,6 +14,7 @@ from easerve.sim.scenario import Scenario
 from easerve.sim.trace import BESIDE
 from easerve.types import NS_PER_S, Stage
 
+MAX_NAMED = 8
 LATENESS = "lateness_p99_s"
 """Of a client, which simulated ones have not."""
 NUM_POINTS = 200
@@ -63,7 +64,12 @@ def sections(scenario: Scenario, results: Sequence[Result]) -> list[Section]:
         Table(f"{scenario.title}, {title}", ("", *columns), _rows(slos, columns))
         for title, columns in by_load.items()
     ]
-    return [Section("Systems", "\n\n".join(_notes(slos, results, num_seeds)), tables)]
+    notes = [*_notes(slos, results, num_seeds)]
+    if scenario.experiment is not None and (variants := scenario.experiment.changes):
+        named = [*variants][:MAX_NAMED]
+        more = f" and {len(variants) - len(named)} more" if len(variants) > len(named) else ""
+        notes.append(f"Variants of this scenario, for --variant: {', '.join(named)}{more}.")
+    return [Section("Systems", "\n\n".join(notes), tables)]
 
 
 def title_of(workload: Workload) -> str:
@@ -130,7 +136,10 @@ def _limits(slo: Slo) -> str:
 
 
 def _notes(slos: Mapping[str, Slo], results: Sequence[Result], num_seeds: int) -> Iterator[str]:
-    yield "Bound: requests that the engines could do if all batches were full and nothing waited."
+    yield (
+        "Bound: requests that the engines could do at best, if nothing waited and all were "
+        "completed."
+    )
     if slos:
         limits = "; ".join(f"{name} {_limits(slo)}" for name, slo in slos.items())
         yield (

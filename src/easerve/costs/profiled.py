@@ -105,10 +105,9 @@ class Host:
     ``render_s`` for a prompt, ``encode_call_s`` for a call, ``encode_item_s`` for each of its
     items. ``prefill_call_s``: of prefill's API server, for a prompt. ``handover_s``: of prefill's
     core, for a KV cache that is pulled. Of decode's API server: ``decode_call_s`` for an answer,
-    ``decode_step_s`` for a step, ``decode_token_s`` for each token of it. ``answer_s``: of decode's
-    core, for an answer besides its steps and the pull. ``client_request_s``, ``client_token_s``: of
-    whoever asks, which counts only where it runs on the same machine. ``idle_cores``: that the
-    engines keep busy all the time.
+    ``decode_step_s`` for a step, ``decode_token_s`` for each token of it. ``client_request_s``,
+    ``client_token_s``: of whoever asks, which counts only where it runs on the same machine.
+    ``idle_cores``: that the engines keep busy all the time.
     """
 
     router_request_s: float
@@ -122,7 +121,6 @@ class Host:
     decode_call_s: float
     decode_step_s: float
     decode_token_s: float
-    answer_s: float
     client_request_s: float
     client_token_s: float
     idle_cores: float
@@ -150,7 +148,6 @@ def host_of(stages: Stages) -> Host:
     encode = fit((each.batch, each.api_s) for each in stages.encode)
     decode = fit((each.sequences, each.api_s) for each in stages.decode)
     one = min(stages.pulls, key=lambda each: each.tokens)
-    costs = ProfileCosts(stages, 1)
     return Host(
         router_request_s=router[0],
         router_token_s=router[1],
@@ -163,7 +160,6 @@ def host_of(stages: Stages) -> Host:
         decode_call_s=max(0.0, one.api_s - sum(decode)),
         decode_step_s=decode[0],
         decode_token_s=decode[1],
-        answer_s=max(0.0, one.engine_s - one.pull_s - costs.decode_step(1, one.tokens)),
         client_request_s=client[0],
         client_token_s=client[1],
         idle_cores=sum(stages.idle_cores.values()),

@@ -5,23 +5,9 @@ from dataclasses import dataclass, field, replace
 
 from easerve.policy.knobs import Knobs
 from easerve.policy.share import LOCAL, ONE, OTHER, REMOTE, RULES, Trim, View, counted
-from easerve.types import RequestId, Side, WorkerId
+from easerve.types import RequestId, Side
 
 ONLY, SPILL, SWAPPED = "only side", "spill guard", "share, sizes balanced"
-
-
-def least_backlog(
-    backlog_tokens: Mapping[WorkerId, int], avoid: Collection[WorkerId] = ()
-) -> WorkerId | None:
-    """The worker with the fewest tokens ahead, ties by id; None where there is no worker.
-
-    ``avoid`` are workers that failed this request before: taken only when there is no other.
-    """
-    return min(
-        backlog_tokens,
-        key=lambda worker: (worker in avoid, backlog_tokens[worker], worker),
-        default=None,
-    )
 
 
 @dataclass(frozen=True, slots=True)

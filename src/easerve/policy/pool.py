@@ -1,10 +1,9 @@
 """The engines the core knows, and what each of them holds."""
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from easerve.policy.events import DEFAULT_BATCH_TOKENS, DEFAULT_SLOTS
-from easerve.policy.offload import least_backlog
 from easerve.types import NS_PER_S, Side, Stage, WorkerId
 
 
@@ -78,6 +77,8 @@ class Pool:
         self._workers: dict[WorkerId, Worker] = {}
         self._by_stage: dict[Stage, list[Worker]] = {}
         self._sides: dict[Side, list[Worker]] = {}
+        self._locals: dict[WorkerId, Worker] = {}
+        """The prefill engine beside each encoder."""
         self.starved_since: dict[Stage, int] = {}
 
     def __iter__(self) -> Iterator[Worker]:
@@ -100,6 +101,9 @@ class Pool:
             self._by_stage.setdefault(worker.stage, []).append(worker)
         for worker in self.of(Stage.PREFILL):
             self._sides.setdefault(worker.side, []).append(worker)
+        self._locals = {
+            encoder: worker for worker in self.of(Stage.PREFILL) for encoder in worker.beside
+        }
 
     def get(self, worker_id: WorkerId | None) -> Worker | None:
         return None if worker_id is None else self._workers.get(worker_id)
@@ -116,15 +120,22 @@ class Pool:
         return self._sides
 
     def pick(
-        self, stage: Stage, avoid: Iterable[WorkerId] = (), max_work: int | None = None
+        self, stage: Stage, avoid: Collection[WorkerId] = (), max_work: int | None = None
     ) -> Worker | None:
-        """The engine of a stage with the least backlog, of those that hold at most ``max_work``."""
-        backlog = {
-            worker.worker_id: worker.backlog_tokens
-            for worker in self.of(stage)
-            if max_work is None or len(worker.work) <= max_work
-        }
-        return self.get(least_backlog(backlog, frozenset(avoid)))
+        """The engine of a stage with the least backlog, of those that hold at most ``max_work``.
+
+        Of encoders alike, the one beside which prefill has the least. ``avoid``: workers that
+        failed this request before, taken only when there is no other.
+        """
+
+        def cost(worker: Worker) -> tuple[bool, int, int, WorkerId]:
+            beside = self._locals.get(worker.worker_id)
+            beside_tokens = 0 if beside is None else beside.backlog_tokens
+            avoided = worker.worker_id in avoid
+            return avoided, worker.backlog_tokens, beside_tokens, worker.worker_id
+
+        able = (each for each in self.of(stage) if max_work is None or len(each.work) <= max_work)
+        return min(able, key=cost, default=None)
 
     def release(self, worker_id: WorkerId | None, key: Hashable) -> None:
         """Take work from an engine, if it is still there."""

@@ -1,13 +1,15 @@
 """What the engines of a system can do at best: requests per second that no run exceeds.
 
-Every stage is taken alone, with batches that are always full and nothing to wait for: so many
-engines, over the seconds that a request takes of one. Engines that do several stages add them up
-where they run one after another. Rules, arrivals, transfers and a shared device only make it less.
+Every stage is taken alone, with the batches that do most in a second and nothing to wait for: so
+many engines, over the seconds that a request takes of one. Engines that do several stages add them
+up where they run one after another. Rules, arrivals, transfers and a shared device only make it
+less. It is of all requests together: a run in which some fail may complete more of the others.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import assert_never
+from math import ceil
+from typing import NamedTuple, assert_never
 
 from easerve.costs.base import Costs, Forward, Media
 from easerve.sim.config import (
@@ -25,12 +27,25 @@ from easerve.sim.config import (
 )
 from easerve.sim.world import World
 
-FULLNESS = (1.0, 0.75, 0.5, 0.25)
-"""Of a batch: kernels may do more in a second when it is not quite full."""
 MAX_ITEMS = 1024
 MAX_IMAGES, MAX_BUDGET = 8, 2048
 """Of HydraInfer's search for the budgets of a step."""
 UNBOUNDED = 1 << 30
+FINE, COARSE = 64, 8
+"""Of a search for the best size: so many sizes for each factor of e, and all below."""
+NUM_THIRDS = 100
+STRETCHES = (0.1, 0.5, 1.0, 1.5, 1.9)
+"""Contexts of steps, of the mean: from the begin of a prompt or an answer to its end."""
+SLACK = 1.001
+"""Sizes and contexts are samples, between which kernels' times are not quite straight."""
+
+
+class Step(NamedTuple):
+    """Of a language model: tokens of prompts, decodes, and how long it takes."""
+
+    tokens: int
+    decodes: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +59,17 @@ class Mean:
     decodes: float
     context: float
 
-    def forward(self, prefill_tokens: int, num_decodes: int) -> Forward:
-        """A step with so many tokens of prompts like this and so many decodes."""
+    def forward(self, prefill_tokens: int, num_decodes: int, stretch: float = 1.0) -> Forward:
+        """A step with so many tokens of prompts like this and so many decodes, which attend to
+        ``stretch`` times as many tokens as in the mean.
+        """
         num_prompts = prefill_tokens / self.tokens
         return Forward(
             prefill_tokens,
-            round(num_prompts * self.pairs),
+            round(stretch * num_prompts * self.pairs),
             int(num_prompts),
             num_decodes,
-            round(num_decodes * self.context),
+            round(stretch * num_decodes * self.context),
         )
 
 
@@ -61,7 +78,10 @@ def bound_per_s(config: SystemConfig, world: World) -> float:
     if not world.requests:
         return float("inf")
     items = [item for request in world.requests for item in request.items]
-    bound = Bound(world, _mean(world), items)
+    return SLACK * _bound_per_s(config, Bound(world, _mean(world), items))
+
+
+def _bound_per_s(config: SystemConfig, bound: "Bound") -> float:
     match config:
         case VllmSystem():
             return bound.aggregated(config)
@@ -140,9 +160,25 @@ class Bound:
 
     def _prefill_s(self, costs: Costs, budget: int) -> float:
         """Of an engine for a request, in steps of so many tokens at most."""
-        steps = {max(1, round(budget * part)) for part in FULLNESS}
-        forward_s = {tokens: costs.forward(self.mean.forward(tokens, 0)) for tokens in steps}
-        return min(seconds * self.mean.tokens / tokens for tokens, seconds in forward_s.items())
+        return _least_s(self.mean.tokens, 0.0, self._prefills(costs, budget))
+
+    def _prefills(self, costs: Costs, budget: int) -> Iterator[Step]:
+        for num in sizes(budget, FINE):
+            yield self._step(costs, num, 0)
+
+    def _step(self, costs: Costs, tokens: int, decodes: int) -> Step:
+        """With the time that such steps take in the mean, at least, whatever their contexts are
+        that come to the mean: in kernels' times it makes a difference how they are spread.
+        """
+        times = [costs.forward(self.mean.forward(tokens, decodes, each)) for each in STRETCHES]
+        known = list(zip(STRETCHES, times, strict=True))
+        seconds = min(
+            low_s + (high_s - low_s) * (1 - low) / (high - low)
+            for low, low_s in known
+            for high, high_s in known
+            if low < 1 < high
+        )
+        return Step(tokens, decodes, min(seconds, times[STRETCHES.index(1.0)]))
 
     def decode(self, section: LlmEngines) -> float:
         tp, utilization = section.tensor_parallel_size, section.gpu_memory_utilization
@@ -153,38 +189,33 @@ class Bound:
     def _decode_s(self, costs: Costs, max_seqs: int, kv_tokens: int) -> float:
         if not self.mean.decodes:
             return 0.0
-        most = min(max_seqs, kv_tokens / self.mean.context)
-        steps = {max(1, round(most * part)) for part in FULLNESS}
-        forward_s = {num: costs.forward(self.mean.forward(0, num)) for num in steps}
-        return min(seconds * self.mean.decodes / num for num, seconds in forward_s.items())
+        slots = min(max_seqs, kv_tokens / self.mean.context)
+        return _least_s(0.0, self.mean.decodes, self._decodes(costs, slots))
+
+    def _decodes(self, costs: Costs, slots: float) -> Iterator[Step]:
+        for num in sizes(slots, FINE):
+            yield self._step(costs, 0, num)
 
     def aggregated(self, section: VllmSystem) -> float:
-        """Encode, then steps in which prompts and decodes go together, as full as they may be."""
+        """Encode, then steps of prompts, of decodes or of both, whichever take the least."""
         tp, utilization = section.tensor_parallel_size, section.gpu_memory_utilization
         costs = self.world.costs_of(tp, section.step_overhead_s)
         tokens = section.kv_cache_tokens or self.world.kv_tokens(tp, utilization, True)
         budget = section.max_num_batched_tokens
+        steps = [*self._prefills(costs, budget)]
         if self.mean.decodes:
             slots = min(section.max_num_seqs, tokens / self.mean.context)
-            steps_s = self._mixed_s(costs, budget, slots)
-        else:
-            steps_s = self._prefill_s(costs, budget)
+            steps += [*self._decodes(costs, slots), *self._mixed(costs, budget, slots)]
+        steps_s = _least_s(self.mean.tokens, self.mean.decodes, steps)
         encode_tokens = section.max_num_encoder_input_tokens or budget
         encode_s = self._encode_s(costs, 0.0, MAX_ITEMS, encode_tokens)
         return _rate(section.replicas, encode_s + steps_s)
 
-    def _mixed_s(self, costs: Costs, budget: int, slots: float) -> float:
-        """Of an engine for a request, where a step has the tokens of prompts that its decodes
-        come of.
-        """
-        decodes, tokens = self.mean.decodes, self.mean.tokens
-        most = min(slots, budget * decodes / (tokens + decodes))
-        steps = {max(1, round(most * part)) for part in FULLNESS}
-        forward_s = {
-            num: costs.forward(self.mean.forward(round(num * tokens / decodes), num))
-            for num in steps
-        }
-        return min(seconds * decodes / num for num, seconds in forward_s.items())
+    def _mixed(self, costs: Costs, budget: int, slots: float) -> Iterator[Step]:
+        for num in sizes(slots, COARSE):
+            for both in sizes(budget, COARSE):
+                if both > num:
+                    yield self._step(costs, both - num, num)
 
     def epdserve(self, config: EpdServeSystem) -> float:
         """Engines of one size change roles, so that all of them share what their stages take."""
@@ -231,6 +262,47 @@ class Bound:
             return self._prefill_s(costs, config.token_budget or MAX_BUDGET)
         # What is pulled may exceed the bound by as much again.
         return self._decode_s(costs, 2 * config.max_running, UNBOUNDED)
+
+
+def sizes(most: float, fineness: int) -> list[int]:
+    """From 1 to the next integer of ``most``: all small ones, then as fine; all powers of 2, which
+    kernels are measured at.
+    """
+    found, size = set[int](), 1
+    last = max(1, ceil(most))
+    while size < last:
+        found |= {size, 1 << (size.bit_length() - 1)}
+        size += max(1, size // fineness)
+    return sorted({*found, max(1, last - 1), last})
+
+
+def _least_s(tokens: float, decodes: float, steps: Iterable[Step]) -> float:
+    """That so many tokens of prompts and so many decodes take, in any mix of these steps.
+
+    No prices of a token and of a decode with which no step costs more than its seconds make
+    a request worth more than that: the best prices are searched for (linear programming's dual).
+    """
+    found = list(steps)
+    prompts = [step for step in found if step.tokens]
+    if not decodes:
+        return tokens * min(step.seconds / step.tokens for step in prompts)
+    most = min(step.seconds / step.decodes for step in found if step.decodes)
+    if not tokens:
+        return decodes * most
+
+    def worth(price: float) -> float:
+        """Of a request, where a decode has this price."""
+        token = min((step.seconds - price * step.decodes) / step.tokens for step in prompts)
+        return tokens * token + decodes * price
+
+    low, high = 0.0, most
+    for _ in range(NUM_THIRDS):  # it is concave
+        third = (high - low) / 3
+        if worth(low + third) < worth(high - third):
+            low += third
+        else:
+            high -= third
+    return worth(low)
 
 
 def _rate(num_engines: int, seconds: float) -> float:

@@ -104,7 +104,8 @@ class EaserveSystem(Section):
     """The server's own core over modelled engines.
 
     ``first_token_at``: our server streams decode's tokens. ``prepare_s``: each of a request's
-    media in a preparation worker (assumed); rendering its prompt is not counted.
+    media in a preparation worker (assumed); rendering its prompt is not counted. A scenario that
+    does not give ``policy.offload_seed`` has the load's seed there.
     """
 
     first_token_at: FirstToken = DECODE
@@ -129,6 +130,13 @@ class EaserveSystem(Section):
         counts = (self.encode.replicas, groups, self.prefill.replicas, self.decode.replicas)
         pairs = zip("elpd", counts, strict=True)
         return tuple(f"{letter}{number}" for letter, count in pairs for number in range(count))
+
+    def seeded(self, seed: int) -> Self:
+        """With the seed of the load for what the policy draws, unless it has its own."""
+        if "offload_seed" in self.policy.model_fields_set:
+            return self
+        policy = self.policy.model_copy(update={"offload_seed": seed % (1 << 53)})
+        return self.model_copy(update={"policy": policy})
 
     @property
     def _local_size(self) -> int:
@@ -218,7 +226,7 @@ class Batched(Section):
 
     ``tensor_parallel_size``: 1 in its repository, where every engine has one GPU; more is what a
     card needs that does not hold the model, and engines of one size alone change roles. The batch
-    sizes are those of its launch script (its command line has 2 for encode and 256 for decode).
+    sizes are those of its launch script (its command line's defaults are 2, 256 and 256).
     """
 
     replicas: Positive = 1
@@ -318,7 +326,9 @@ class HydraInferSystem(Section):
     ``tpot_slo_s`` is 0.4 there, and 1 on nodes without decode (``prefill_tpot_slo_s``).
     ``encode_share``: of a device, what an encoder's forward gets while a step of the language model
     runs beside it, on another stream; assumed. ``item_s`` of an item on a node's host, before it is
-    scheduled. ``step_overhead_s`` as EPDServe's, and ``dispatch_s`` as ``Encoders``.
+    scheduled, and ``dispatch_s`` as ``Encoders``. ``step_overhead_s`` None: that of
+    ``costs.knobs``, as a node's loop of steps runs in its own process (``WorkerConfig.use_ray``
+    is false there); EPDServe's steps are calls of Ray.
     """
 
     first_token_at: FirstToken = PREFILL
@@ -338,7 +348,7 @@ class HydraInferSystem(Section):
     encode_share: Annotated[float, Field(gt=0, lt=1)] = 0.5
     dispatch_s: HostSeconds = Encoders().dispatch_s
     item_s: HostSeconds = Encoders().item_s
-    step_overhead_s: HostSeconds = 0.025
+    step_overhead_s: HostSeconds | None = None
 
     @property
     def nodes(self) -> Mapping[str, HydraNodes]:

@@ -18,13 +18,19 @@ from easerve.sim.clock import Effect, Handler
 from easerve.sim.encoder import Call, EncodeEngine
 from easerve.sim.host import NoHost
 from easerve.sim.lanes import Lanes
-from easerve.sim.llm import LlmEngine
+from easerve.sim.llm import LlmEngine, TooLongError
 from easerve.sim.run import Run
 from easerve.sim.sharing import Colocated
 from easerve.types import NS_PER_S, WorkerId
 
 Finished = Callable[[float, int], Iterable[Effect]]
 """Is told how long a prefill waited for embeddings (s), and the time (ns)."""
+Unserved = Callable[[tuple[str, ...], int], Iterable[Effect]]
+"""Is told which embeddings a prefill waits for that do not come, and the time (ns); none of them:
+its engine refuses a prompt that is so long.
+"""
+Failed = Callable[[bool, int], Iterable[Effect]]
+"""Is told whether a decode may go better another time, and the time (ns)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,7 @@ class Waiting:
     sequence: sequences.Sequence
     keys: set[str]
     finished: Finished
+    failed: Unserved
     final: bool
     since_ns: int | None = None
 
@@ -55,7 +62,7 @@ class Pull:
 
     decode: WorkerId
     source: WorkerId
-    failed: Handler
+    failed: Failed
 
 
 class Fleet:
@@ -172,7 +179,8 @@ class Fleet:
                 bundles.setdefault(destination, []).append(entry)
         for destination, bundle in bundles.items():
             self._coming[destination].update(entry.key for entry in bundle)
-            arrived = partial(self._arrived, destination, self._lives[destination], bundle)
+            lives = self._lives[destination], self._lives[encoder]
+            arrived = partial(self._arrived, encoder, destination, lives, bundle)
             if destination in self._neighbours.get(encoder, ()):
                 yield now_ns, arrived
                 continue
@@ -183,16 +191,33 @@ class Fleet:
             yield end_ns, arrived
 
     def _arrived(
-        self, prefill: WorkerId, life: int, bundle: Sequence[Entry], now_ns: int
+        self,
+        encoder: WorkerId,
+        prefill: WorkerId,
+        lives: tuple[int, int],
+        bundle: Sequence[Entry],
+        now_ns: int,
     ) -> Iterator[Effect]:
-        if life != self._lives[prefill]:
+        """Unless one of the two has died meanwhile."""
+        keys = [entry.key for entry in bundle]
+        if lives[0] != self._lives[prefill]:
             return
-        keys = {entry.key for entry in bundle}
-        self._coming[prefill] -= Counter(entry.key for entry in bundle)
-        self._stores[prefill] |= keys
+        self._coming[prefill] -= Counter(keys)
+        if lives[1] != self._lives[encoder]:
+            yield from self._missed(prefill, keys, now_ns)
+            return
+        self._stores[prefill].update(keys)
         for waiting in list(self._waiting[prefill].values()):
-            waiting.keys -= keys
+            waiting.keys.difference_update(keys)
             yield from self._begin(prefill, waiting, now_ns)
+
+    def _missed(self, prefill: WorkerId, keys: Sequence[str], now_ns: int) -> Iterator[Effect]:
+        """These do not come: whoever waits for them says so, when they should have been there."""
+        for leg, waiting in list(self._waiting[prefill].items()):
+            missing = [key for key in self.missing(prefill, keys) if key in waiting.keys]
+            if missing:
+                del self._waiting[prefill][leg]
+                yield now_ns, partial(waiting.failed, tuple(missing))
 
     # Prefill and decode -----------------------------------------------------------------------
 
@@ -203,6 +228,7 @@ class Fleet:
         num_tokens: int,
         keys: Iterable[str],
         finished: Finished,
+        failed: Unserved,
         now_ns: int,
         final: bool = False,
     ) -> Iterable[Effect]:
@@ -210,7 +236,7 @@ class Fleet:
         is ``final``: its token ends the answer.
         """
         sequence = sequences.Sequence(leg, num_tokens, 1, sequences.nothing)
-        waiting = Waiting(sequence, set(keys) - self._stores[prefill], finished, final)
+        waiting = Waiting(sequence, set(keys) - self._stores[prefill], finished, failed, final)
         self._waiting[prefill][leg] = waiting
         return self.host.call_prefill(prefill, partial(self._called, prefill, waiting), now_ns)
 
@@ -231,7 +257,10 @@ class Fleet:
         del self._waiting[prefill][leg]
         wait_s = (now_ns - waiting.since_ns) / NS_PER_S
         waiting.sequence.done = partial(self._prefilled, prefill, waiting, wait_s)
-        return self.prefills[prefill].submit(waiting.sequence, now_ns)
+        try:
+            return self.prefills[prefill].submit(waiting.sequence, now_ns)
+        except TooLongError:
+            return [(now_ns, partial(waiting.failed, ()))]
 
     def _prefilled(
         self, prefill: WorkerId, waiting: Waiting, wait_s: float, now_ns: int
@@ -249,12 +278,14 @@ class Fleet:
         num_tokens: int,
         first: Handler,
         done: Handler,
-        failed: Handler,
+        failed: Failed,
         now_ns: int,
     ) -> Iterable[Effect]:
-        """Pull the KV cache that ``source`` holds, and generate. ``failed``: it is lost."""
+        """Pull the KV cache that ``source`` holds, and generate. ``failed``: the cache is lost, or
+        the engine refuses an answer that is so long.
+        """
         if not self.prefills[source].holds(leg):
-            return [(now_ns, failed)]
+            return [(now_ns, partial(failed, True))]
         seconds = self._costs.kv_transfer(num_prompt)
         pulled = partial(self._pulled, leg)
         self._pulls[leg] = Pull(decode, source, failed)
@@ -277,7 +308,15 @@ class Fleet:
         """If it is still wanted."""
         if sequence.key not in self._pulls:
             return ()
-        return self.decodes[decode].submit(sequence, now_ns)
+        try:
+            return self.decodes[decode].submit(sequence, now_ns)
+        except TooLongError:
+            return self._refused(sequence.key, now_ns)
+
+    def _refused(self, leg: Hashable, now_ns: int) -> Iterator[Effect]:
+        pull = self._pulls.pop(leg)
+        yield from self.release(pull.source, leg, now_ns)
+        yield now_ns, partial(pull.failed, False)
 
     def _pulled(self, leg: Hashable, now_ns: int) -> Iterator[Effect]:
         source = self._pulls.pop(leg).source
@@ -305,6 +344,7 @@ class Fleet:
         self._stores.pop(engine, None)
         self._coming.pop(engine, None)
         self._demands.pop(engine, None)
+        self._links.pop(engine, None)
         if engine in self._waiting:
             self._waiting[engine].clear()
         for leg, pull in list(self._pulls.items()):
@@ -313,7 +353,7 @@ class Fleet:
                 yield from self.prefills[pull.source].release(leg, now_ns)
                 if engine == pull.source:
                     yield from self.decodes[pull.decode].abort(leg, now_ns)
-                    yield now_ns, pull.failed
+                    yield now_ns, partial(pull.failed, True)
         if engine not in self.encoders:
             yield from (self.prefills | self.decodes)[engine].reset(now_ns)
             return

@@ -4,7 +4,7 @@ from pathlib import Path
 from random import Random
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from easerve.config import ConfigError, Positive, Seconds, Section
 from easerve.costs.models import ModelSpec
@@ -19,17 +19,27 @@ def _as_range(value: Any) -> Any:
     return (value, value) if isinstance(value, int) else value
 
 
-Tokens = Annotated[tuple[Positive, Positive], BeforeValidator(_as_range)]
+def _rises(value: tuple[int, int]) -> tuple[int, int]:
+    if value[0] > value[1]:
+        raise ValueError(f"give the least first and the most last, not {value[0]} and {value[1]}")
+    return value
+
+
+Tokens = Annotated[tuple[Positive, Positive], BeforeValidator(_as_range), AfterValidator(_rises)]
 """A number, or the least and the most, all in between equally likely."""
+
+
+MAX_REQUESTS = 1_000_000
+"""Of a run; each takes about a kilobyte."""
 
 
 class Workload(Section):
     """When requests come and what they ask.
 
     ``arrivals``, ``rate_per_s``, ``cv``, ``trace`` (a file of arrival times) and ``rescaled`` as
-    ``workload/arrivals``. ``preset``: a mix by name; ``items``, ``text_tokens`` and
-    ``output_tokens`` are laid on it, or on 1024 tokens of text and 128 of answer. ``seed``: of
-    arrivals and of what is asked.
+    ``workload/arrivals``. What is asked is a ``preset``, a mix by name, or ``items``; tokens that
+    are not given are the preset's, or 1024 of text and 128 of answer. ``seed``: of arrivals and of
+    what is asked.
     """
 
     arrivals: Literal["poisson", "gamma", "constant", "trace"] = "poisson"
@@ -37,7 +47,7 @@ class Workload(Section):
     cv: float | None = None
     trace: str | None = None
     rescaled: bool = False
-    num_requests: Positive = 500
+    num_requests: Annotated[int, Field(ge=1, le=MAX_REQUESTS)] = 500
     seed: Annotated[int, Field(ge=0)] = 1
     preset: str | None = None
     text_tokens: Tokens | None = None
@@ -46,11 +56,15 @@ class Workload(Section):
 
     @model_validator(mode="after")
     def _can_be(self) -> Self:
+        if (self.arrivals == "trace") is (self.trace is None):
+            raise ValueError("arrivals: trace and the file trace: give both or neither")
         self.process()
         if self.preset is not None and self.preset not in PRESETS:
             raise ValueError(f"preset {self.preset!r} is none of {', '.join(PRESETS)}")
-        if self.preset is None and self.items is None:
-            raise ValueError(f"give a preset ({', '.join(PRESETS)}) or items, or both")
+        if (self.preset is None) is (self.items is None):
+            raise ValueError(
+                f"give a preset ({', '.join(PRESETS)}) or items; null takes away what a base gives"
+            )
         self.mix()
         return self
 

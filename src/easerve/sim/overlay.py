@@ -14,14 +14,27 @@ YAML = (".yaml", ".yml")
 FILES = ("model", "hardware", "costs.profile", "workload.trace")
 """Keys whose values are names of files; a model or hardware that comes with the package is none."""
 
+EITHER = ("preset", "items")
+"""What is asked, by a name or in full."""
+
 
 def laid(content: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Values laid on the content of a scenario, by the path of the key, with dots."""
     for path, value in changes.items():
         for key in reversed(path.split(".")):
             value = {key: value}
-        content = merge(content, value)
+        content = _lay(content, value)
     return dict(content)
+
+
+def _lay(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Of two keys that exclude each other, the one that is laid on takes the other away."""
+    workload = over.get("workload")
+    asked = workload if isinstance(workload, Mapping) else {}
+    for given, other in (EITHER, EITHER[::-1]):
+        if given in asked and other not in asked:
+            base = merge(base, {"workload": {other: None}})
+    return merge(base, over)
 
 
 def read_content(path: Path, below: Sequence[Path] = ()) -> dict[str, Any]:
@@ -38,7 +51,7 @@ def read_content(path: Path, below: Sequence[Path] = ()) -> dict[str, Any]:
         raise ConfigError(f"{path}: base: files that lie on each other in a circle: {circle}")
     if not base.is_file():
         raise ConfigError(f"{path}: base: {base} is no file")
-    return merge(read_content(base, below), content)
+    return _lay(read_content(base, below), content)
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ files are relative to the file that names them. An error names the file, the pat
 what would be legal.
 """
 
+import math
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from itertools import product
@@ -88,6 +89,11 @@ class Failure(Section):
             raise ValueError(f"back_s {self.back_s:g} must be after at_s {self.at_s:g}")
         return self
 
+    def overlaps(self, other: "Failure") -> bool:
+        """Whether there is a time at which both are under way."""
+        ends_s = [math.inf if each.back_s is None else each.back_s for each in (self, other)]
+        return max(self.at_s, other.at_s) < min(ends_s)
+
 
 Changes = Mapping[str, Mapping[str, Any]]
 """By name: values by the path of the key, with dots."""
@@ -97,8 +103,10 @@ class Experiment(Section):
     """What ``easerve reproduce`` runs: each system at each rate with each seed, and the variants.
 
     ``grid``: lists of variants; each of a list goes with each of all others, and is named so.
-    ``implied``: what of the scenario was inferred from the published results, so that coming to
-    them is no check.
+    ``topologies``: other engines on the same GPUs, of which each system may choose; one entry may
+    be of several systems. ``origins``: by system, where its engines as they are come from; those of
+    others are assumed. ``implied``: what of the scenario was inferred from the published results,
+    so that coming to them is no check.
     """
 
     systems: Annotated[tuple[str, ...], Field(min_length=1)]
@@ -106,6 +114,8 @@ class Experiment(Section):
     seeds: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] = (1, 2, 3)
     variants: Changes = Field(default_factory=dict)
     grid: tuple[Changes, ...] = ()
+    topologies: Changes = Field(default_factory=dict)
+    origins: Mapping[str, str] = Field(default_factory=dict)
     implied: str | None = None
 
     @property
@@ -117,6 +127,23 @@ class Experiment(Section):
             for point in points
         }
         return {**self.variants, **crossed}
+
+    @property
+    def changes(self) -> Changes:
+        """All that has a name: variants and topologies."""
+        return {**self.all_variants, **self.topologies}
+
+    @model_validator(mode="after")
+    def _topologies_are_of_systems(self) -> Self:
+        for name, change in self.topologies.items():
+            if name in self.all_variants:
+                raise ValueError(f"topologies.{name}: there is a variant of this name")
+            for path in change:
+                if not path.startswith("systems."):
+                    raise ValueError(
+                        f"topologies.{name}: {path!r}: only keys below systems may change"
+                    )
+        return self
 
 
 METRICS = (
@@ -217,6 +244,7 @@ class Scenario(Section):
         variants: Mapping[str, Any] = {}
         if self.experiment is not None:
             _known("experiment.systems", self.experiment.systems, self.configs)
+            _known("experiment.origins", list(self.experiment.origins), self.configs)
             variants = self.experiment.all_variants
         for number, anchor in enumerate(self.anchors):
             _known(f"anchors.{number}.system", [anchor.system], self.configs)
@@ -237,6 +265,11 @@ class Scenario(Section):
         workers = config.workers if isinstance(config, EaserveSystem) else ()
         for number, failure in enumerate(self.failures):
             _known(f"failures.{number}.worker", [failure.worker], workers)
+            for before in self.failures[:number]:
+                if before.worker == failure.worker and before.overlaps(failure):
+                    raise ValueError(
+                        f"failures.{number}: {failure.worker} fails while it is down already"
+                    )
         return self
 
 
@@ -250,13 +283,16 @@ def _known(path: str, given: Sequence[str], known: Mapping[str, Any] | Sequence[
 def read(path: Path, variant: str | None = None, over: Sequence[str] = ()) -> Scenario:
     """The scenario of a file, with a variant of its experiment and with changes (``key=value``).
 
-    Everything that the file says is checked, every variant as well. Raises ConfigError.
+    Everything that the file says is checked, every variant as well. A topology is asked for by its
+    name, as a variant is. Raises ConfigError.
     """
     content = read_content(path)
     scenario = build(content, str(path))
-    variants = scenario.experiment.all_variants if scenario.experiment else {}
+    experiment = scenario.experiment
+    variants = experiment.changes if experiment else {}
     for name, change in variants.items():
-        source = f"{path}: variant {name}"
+        kind = "topology" if experiment and name in experiment.topologies else "variant"
+        source = f"{path}: {kind} {name}"
         varied = _validated(laid(content, change), source)
         if _parts(varied) != _parts(scenario):
             _check_parts(varied, source)

@@ -4,6 +4,7 @@ from functools import lru_cache
 from pathlib import Path
 from random import Random
 
+from easerve.config import ConfigError
 from easerve.costs import build, hardware, memory, models, profiled
 from easerve.costs.base import Costs
 from easerve.sim import clock, load
@@ -24,7 +25,7 @@ def simulate(
 ) -> Run:
     """``traced``: keep every piece of work. ``observe``: is told of every step of our core.
 
-    Raises ConfigError.
+    Raises ConfigError, also when the engines of a system wait for each other.
     """
     world, config = make_world(scenario, Run(traced)), scenario.configs[system]
     built: Served | Baseline
@@ -32,12 +33,22 @@ def simulate(
         failures = [
             Failure(WorkerId(each.worker), each.at_s, each.back_s) for each in scenario.failures
         ]
+        config = config.seeded(scenario.workload.seed)
         built = easerve.build(config, world, failures, observe)
+    elif scenario.failures:
+        raise ConfigError(
+            f"failures: they are of workers of system easerve, and system {system} cannot have "
+            "any: ask for system easerve alone, or --set failures=[]"
+        )
     else:
         built = BUILDERS[system](config, world)
     clock.run(built, built.start())
     run = world.run
-    assert len(run.records) == len(world.requests), "every request ends"
+    if len(run.records) < len(world.requests):
+        raise ConfigError(
+            f"system {system} stands still: {len(world.requests) - len(run.records)} of "
+            f"{len(world.requests)} requests do not end, as engines wait for each other"
+        )
     run.end_s = max((record.end_s or 0.0 for record in run.records), default=0.0)
     return run
 
@@ -47,10 +58,16 @@ def make_world(scenario: Scenario, run: Run) -> World:
     model, device = _model(scenario.model), _device(scenario.hardware)
     encoder_bytes = model.encoder.weight_bytes
 
-    def kv_tokens(tp: int, utilization: float, with_encoder: bool) -> int:
-        other_bytes = encoder_bytes if with_encoder else 0
+    def kv_tokens(
+        tp: int, utilization: float, with_encoder: bool, with_activations: bool = True
+    ) -> int:
         return memory.kv_tokens(
-            model.language, device, tp, utilization=utilization, other_bytes=other_bytes
+            model.language,
+            device,
+            tp,
+            utilization=utilization,
+            other_bytes=encoder_bytes if with_encoder else 0,
+            activation_bytes=memory.ACTIVATION_BYTES if with_activations else 0,
         )
 
     cpu, host = None, NoHost()

@@ -21,8 +21,12 @@ class CostsOf(Protocol):
 
 
 class KvTokens(Protocol):
-    def __call__(self, tp: int, utilization: float, with_encoder: bool) -> int:
-        """What the KV cache of an engine on ``tp`` devices holds, beside an encoder or not."""
+    def __call__(
+        self, tp: int, utilization: float, with_encoder: bool, with_activations: bool = True
+    ) -> int:
+        """What the KV cache of an engine on ``tp`` devices holds, beside an encoder or not, and
+        beside what vLLM keeps for activations.
+        """
         ...
 
 

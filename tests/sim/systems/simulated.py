@@ -67,7 +67,7 @@ def world(
     used = costs or ByHand()
     return World(
         costs_of=lambda tp, step_overhead_s=None: used,
-        kv_tokens=lambda tp, utilization, with_encoder: kv_tokens,
+        kv_tokens=lambda tp, utilization, with_encoder, with_activations=True: kv_tokens,
         num_units=1,
         granule=1,
         requests=requests,

@@ -11,11 +11,12 @@ from easerve.policy import events as ev
 from easerve.policy.partition import Layout
 from easerve.sim import clock
 from easerve.sim.config import EaserveSystem
+from easerve.sim.sharing import machine
 from easerve.sim.systems import easerve
 from easerve.sim.systems.easerve import guess, surface
 from easerve.types import Modality, Stage, WorkerId
 
-from .simulated import pictures, world
+from .simulated import pictures, text, world
 
 COSTS = LinearCosts(0.5, 0.01, 0.2, 0.003, 0.1, 0.0)
 PICTURE = Media(Modality.IMAGE, 100)
@@ -58,6 +59,20 @@ def test_local_prefill_is_beside_as_many_encoders_as_it_has_ranks() -> None:
     assert told[WorkerId("e3")].max_batch_tokens == 4096
     stages = [worker.stage for worker in told.values()]
     assert [stages.count(stage) for stage in Stage] == [4, 3, 2]
+
+
+def test_on_a_cpu_local_prefill_and_its_encoder_share_the_cores_with_all_others() -> None:
+    """Two pictures 3 s on one core, beside it a text's prefill and decode as if alone, or not."""
+    ends = {}
+    for cores in (4, 1):
+        requests = [pictures(2), text(0.2)]
+        there = replace(world(requests), machine=machine(cores))
+        content = {**LOCAL, "policy": {"remote_share": 0.0}}
+        served = easerve.build(EaserveSystem.model_validate(content), there)
+        clock.run(served, served.start())
+        ends[cores] = max(record.end_s or 0.0 for record in there.run.records)
+        assert [record.outcome for record in there.run.records] == ["completed"] * 2
+    assert ends[1] > 1.2 * ends[4]
 
 
 def test_without_local_prefill_nobody_is_beside_anybody() -> None:

@@ -118,6 +118,17 @@ def test_no_step_comes_twice_without_news() -> None:
         assert before.now_ns < after.now_ns or after.events
 
 
+# Too long -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_text", "num_tokens"), [(16_000, 3), (10, 20_000)])
+def test_a_request_that_an_engine_cannot_hold_fails_alone(num_text: int, num_tokens: int) -> None:
+    long = replace(ASKED, num_text_tokens=num_text, num_tokens=num_tokens)
+    story = run(long, replace(ASKED, at_s=20.0))
+    assert story.ends["r0"].outcome == "failed"
+    assert seconds(story.ends["r1"]) == (24.75 - 1, 24.75, "completed")
+
+
 # Losses -------------------------------------------------------------------------------------------
 
 

@@ -85,9 +85,9 @@ def numbers(option: str, text: str, least: float = 1e-3, most: float = 1e6) -> l
     return given
 
 
-def counts(option: str, text: str, most: int) -> list[int]:
-    """The value of an option that lists whole numbers from 1 on. Raises ConfigError."""
-    given = numbers(option, text, 1, most)
+def counts(option: str, text: str, most: int, least: int = 1) -> list[int]:
+    """The value of an option that lists whole numbers. Raises ConfigError."""
+    given = numbers(option, text, least, most)
     for number in given:
         if not number.is_integer():
             raise ConfigError(f"--{option}: {number:g} is not a whole number")

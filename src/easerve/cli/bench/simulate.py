@@ -1,6 +1,7 @@
 """``easerve bench simulate``: what a simulated second costs."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -9,13 +10,17 @@ from rich.console import Console
 
 from easerve.bench.report import Section, Table
 from easerve.cli.bench.command import progress, show
-from easerve.cli.simulate import once
+from easerve.cli.simulate import OURS, once
 from easerve.cli.simulate_shown import Result
 from easerve.config import ConfigError
 from easerve.sim import scenario as scenarios
 from easerve.sim.scenario import Scenario
 
-DEFAULT_SCENARIO = Path(__file__).parents[4] / "scenarios/llava-34b-rtx6000ada.yaml"
+NUM_GPUS, TIMES_REAL_TIME = 8, 1000
+"""The target for our system under a scenario's own load, on 8 GPUs."""
+MANY_REQUESTS, MANY_S = 10_000, 10.0
+"""The target for a long run."""
+DEFAULT_SCENARIO = Path("scenarios/llava-34b-rtx6000ada.yaml")
 
 
 def run(path: Path | None, num_requests: int, rounds: int, as_json: bool) -> int:
@@ -23,7 +28,9 @@ def run(path: Path | None, num_requests: int, rounds: int, as_json: bool) -> int
     ``num_requests``; medians of ``rounds``. Raises ConfigError.
     """
     if path is None and not DEFAULT_SCENARIO.exists():
-        raise ConfigError("the scenarios come with the repository: name a scenario file")
+        raise ConfigError(
+            f"there is no {DEFAULT_SCENARIO} here: scenarios come with the repository, name a file"
+        )
     path = path or DEFAULT_SCENARIO
     scenario = scenarios.read(path)
     many = scenarios.read(path, over=[f"workload.num_requests={num_requests}"])
@@ -32,9 +39,11 @@ def run(path: Path | None, num_requests: int, rounds: int, as_json: bool) -> int
     with progress(Console(stderr=True), rounds * len(runs)) as tick:
         for load, system in runs:
             rows.append(_row(system, _rounds(load, system, rounds, tick)))
+    targets = _targets(rows[:-1], rows[-1], scenario)
     if as_json:
         names = [row["system"] for row in rows[:-1]]
-        print(json.dumps({"systems": dict(zip(names, rows, strict=False)), "many": rows[-1]}))
+        systems = dict(zip(names, rows, strict=False))
+        print(json.dumps({"systems": systems, "many": rows[-1], "targets": targets}))
         return 0
     columns = ("system", "requests", "simulated, s", "computed in, s", "times real time")
     cells = [
@@ -49,8 +58,39 @@ def run(path: Path | None, num_requests: int, rounds: int, as_json: bool) -> int
     ]
     title = f"{scenario.title}: median of {rounds}"
     text = "Reading the scenario and importing Python modules is not in it."
-    show([Section("Simulator", text, [Table(title, columns, cells)])], Console())
+    goals = [(each["target"], each["measured"], _word(each["met"])) for each in targets]
+    tables = [
+        Table(title, columns, cells),
+        Table("Targets", ("target", "in this run", "met"), goals),
+    ]
+    show([Section("Simulator", text, tables)], Console())
     return 0
+
+
+def _targets(
+    rows: Sequence[dict[str, Any]], many: dict[str, Any], scenario: Scenario
+) -> list[dict[str, Any]]:
+    """``met`` None: this run does not tell, as it is of something else."""
+    ours = next((row for row in rows if row["system"] == OURS), None)
+    speed = None if ours is None else ours["times_real_time"]
+    fast = None if speed is None or scenario.num_gpus < NUM_GPUS else speed >= TIMES_REAL_TIME
+    soon = many["wall_s"] < MANY_S
+    return [
+        {
+            "target": f"{OURS} on {NUM_GPUS} GPUs: at least {TIMES_REAL_TIME:,} times real time",
+            "measured": speed,
+            "met": fast,
+        },
+        {
+            "target": f"{MANY_REQUESTS:,} requests: computed in less than {MANY_S:g} s",
+            "measured": many["wall_s"],
+            "met": soon if many["num_requests"] >= MANY_REQUESTS else None,
+        },
+    ]
+
+
+def _word(met: bool | None) -> str:
+    return "–" if met is None else "yes" if met else "no"
 
 
 def _rounds(scenario: Scenario, system: str, rounds: int, tick: Any) -> list[Result]:

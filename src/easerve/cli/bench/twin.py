@@ -130,7 +130,9 @@ class Model:
         return run
 
 
-def _no_kv_tokens(tp: int, utilization: float, with_encoder: bool) -> int:
+def _no_kv_tokens(
+    tp: int, utilization: float, with_encoder: bool, with_activations: bool = True
+) -> int:
     raise AssertionError("the sections of a twin say what a KV cache holds")
 
 

@@ -30,12 +30,13 @@ class Book:
 
 
 def keeps_quantiles(study: Study, made: Point) -> bool:
-    """Of studies that compare systems, untuned, one seed."""
+    """Of studies that compare systems, untuned, one seed, no other topology."""
     return (
         made.rate_per_s == SPREAD_RATE_PER_S
         and made.knobs == UNTUNED
         and made.seed == study.seeds[0]
-        and len(study.experiment.systems) > 2
+        and made.variant not in study.topologies
+        and study.is_comparison
     )
 
 

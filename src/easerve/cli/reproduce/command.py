@@ -1,6 +1,7 @@
 """What ``easerve reproduce`` does: all of it, the quick form, a check, a fit."""
 
 import json
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import unified_diff
@@ -84,6 +85,8 @@ def _all(asked: Asked, fit: Fit, studies: Sequence[Study]) -> int:
     out = asked.out
     if not out.is_dir():
         raise ConfigError(f"{out} is no folder")
+    if asked.figures:
+        pictures.check()
     for name in (BOOK, *PAGES):
         check_writable(out / name)
     named = {study.name for study in studies}
@@ -137,8 +140,23 @@ def _quick(asked: Asked, studies: Sequence[Study]) -> dict[Point, Outcome]:
 
 
 def _run(asked: Asked, studies: Sequence[Study], wanted: Sequence[Point]) -> dict[Point, Outcome]:
-    with progress(Console(stderr=True), len(wanted)) as tick:
-        return run(studies, wanted, asked.jobs, tick)
+    console = Console(stderr=True)
+    with progress(console, len(wanted)) as tick:
+        shown = tick if console.is_terminal else printing(len(wanted))
+        return run(studies, wanted, asked.jobs, shown)
+
+
+def printing(num_runs: int) -> Callable[[str], None]:
+    """A line for each tenth of many runs, where there is no terminal to show a bar."""
+    done = 0
+
+    def tick(text: str) -> None:
+        nonlocal done
+        done += 1
+        if done * 10 // num_runs > (done - 1) * 10 // num_runs and num_runs >= 100:
+            print(f"{done:,} of {num_runs:,} runs; {text}", file=sys.stderr, flush=True)
+
+    return tick
 
 
 def _check(asked: Asked, fit: Fit, studies: Sequence[Study]) -> int:

@@ -1,16 +1,14 @@
 """The pages: made of the book, the scenarios and the fitted knobs, and of nothing else."""
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from easerve.cli.reproduce import tables
+from easerve.cli.reproduce import anchors, tables, topologies
+from easerve.cli.reproduce.anchors import SHOWN_SET
 from easerve.cli.reproduce.fit import Fit, squared_log_error
-from easerve.cli.reproduce.plan import FITTED, KNOB_SETS, UNTUNED, Side, Study
+from easerve.cli.reproduce.plan import KNOB_SETS, UNTUNED, Side, Study
 from easerve.cli.reproduce.text import (
     Cell,
-    anchor_text,
-    anchor_value,
     limits,
     listed,
     number,
@@ -19,19 +17,20 @@ from easerve.cli.reproduce.text import (
     who,
 )
 from easerve.cli.reproduce.verdicts import (
-    Compared,
+    TIMES,
     Results,
-    Verdict,
     compared,
     consistencies,
 )
 
 TABLES_PAGE = "reproduction-tables.md"
 FIGURES = "figures"
-NUM_EFFECTS = 4
+NUM_EFFECTS = 3
+"""Of each sign."""
+WITHOUT_HOLDING = ("when-none", "no-flow")
+"""Variants without a rule that holds requests back before Encode."""
 COMPARED_AT = 2.0
 """The rate, requests/s, at which systems stand side by side; or a study's first one."""
-SHOWN_SET = {UNTUNED: "untuned", FITTED: "with named knobs"}
 
 HEAD = """\
 # The published experiments, simulated
@@ -43,10 +42,11 @@ that with [reproduction.json](reproduction.json), which keeps every run, and end
 if this page is stale. Nothing here was measured on the paper's hardware."""
 
 RULES = """\
-**Untuned**: the defaults of costs (measured kernels) and of every system. **With named knobs**: the
-[changes below](#named-knobs), fitted on {fitted} and nothing else; all other scenarios are held
-out. **Source** `abstract`: the paper's abstract; `digest`: public digests of the paper, not the
-paper.
+**Untuned**: the defaults of costs (measured kernels) and of engines. How the GPUs are divided into
+engines, the topology, is no default but a choice: those of the [configurations](#configurations)
+are chosen as the published figures suggest, and {best}. **With named knobs**: the [changes
+below](#named-knobs), fitted on {fitted} and nothing else; all other scenarios are held out.
+**Source** `abstract`: the paper's abstract; `digest`: public digests of the paper, not the paper.
 
 **Within 25 %** is what it says; of a ratio, the change (the ratio less one) is judged, and 0.01 is
 forgiven. **Direction only**: not that near, but the difference to every rival, which is every other
@@ -54,6 +54,11 @@ anchor of the same figure and rate here, has the published sign and, in logarith
 of the published size. **Not reproduced**: the rest. A figure is the median over seeds of
 independent runs; goodput counts the requests that met a tier's TTFT and TPOT over the time of the
 run; *best rate* is the largest over the experiment's rates."""
+
+BEST_SHOWN = (
+    "[what each system comes to at its best one](#each-system-at-its-best-topology) stands beside "
+    "them"
+)
 
 CONSISTENCY = """\
 N requests at rate L through a bottleneck of rate m, first come first served, take N / m, and the
@@ -82,22 +87,30 @@ def _main(page: Page) -> Iterator[str]:
     yield _volume(page)
     yield ""
     fitted = listed([f"`{name}`" for name in page.fit.scenarios])
-    yield "\n\n".join(map(paragraph, RULES.format(fitted=fitted).split("\n\n")))
+    chosen = [study for study in page.studies if study.topologies]
+    rules = RULES.format(fitted=fitted, best=BEST_SHOWN if chosen else "no others were tried")
+    yield "\n\n".join(map(paragraph, rules.split("\n\n")))
     yield "\n## How many anchors hold\n"
-    yield from _counts(page, found)
+    yield from anchors.counts(page.studies, page.fit.scenarios, found)
+    if chosen:
+        yield f"\n{anchors.dependent(found)}"
+        yield "\n## Each system at its best topology\n"
+        yield from _topologies(page, chosen)
+    yield "\n## Configurations\n"
+    yield from _configurations(page)
     yield "\n## Anchors"
     for study in page.studies:
         if found[study.name]:
-            yield from _anchors(study, found[study.name])
+            yield from anchors.table_of(study, found[study.name])
     yield "\n## Do the published figures fit each other?\n"
     yield from _consistencies(page)
     yield "\n## Named knobs\n"
     yield from _knobs(page)
-    comparisons = [study for study in page.studies if tables.is_comparison(study)]
+    comparisons = [study for study in page.studies if study.is_comparison]
     if comparisons:
         yield "\n## Systems side by side\n"
         yield from _comparisons(page, comparisons)
-    others = [study for study in page.studies if not tables.is_comparison(study)]
+    others = [study for study in page.studies if not study.is_comparison]
     mechanisms = [study for study in others if is_ablation(study)]
     if mechanisms:
         yield "\n## Without one mechanism at a time: where the gain comes from\n"
@@ -119,7 +132,7 @@ def _ordered(page: Page) -> Page:
 
     def place(study: Study) -> tuple[bool, bool, bool]:
         fitted = study.name in page.fit.scenarios
-        return not fitted, not tables.is_comparison(study), not study.scenario.anchors
+        return not fitted, not study.is_comparison, not study.scenario.anchors
 
     return page._replace(studies=sorted(page.studies, key=place))
 
@@ -134,60 +147,38 @@ def _volume(page: Page) -> str:
     )
 
 
-def _counts(page: Page, found: dict[str, list[Compared]]) -> Iterator[str]:
-    groups: dict[str, list[Compared]] = {"fitted on": [], "held out": [], "no check": []}
-    for study in page.studies:
-        if study.name in page.fit.scenarios:
-            group = "fitted on"
-        else:
-            group = "no check" if study.experiment.implied else "held out"
-        groups[group] += found[study.name]
-    rows: list[list[Cell]] = []
-    for title, anchors in groups.items():
-        for knobs in KNOB_SETS if anchors else ():
-            count = Counter(each.verdicts[knobs] for each in anchors)
-            row = [count[verdict] for verdict in Verdict]
-            rows.append([f"{title}, {SHOWN_SET[knobs]}", len(anchors), *row])
-    yield from table(["anchors", "number", *Verdict], rows)
-    if groups["no check"]:
-        yield "\n*No check*: a part of the scenario was inferred from the published results."
+def _topologies(page: Page, studies: Sequence[Study]) -> Iterator[str]:
+    yield paragraph(
+        f"Untuned, with the first seed alone. Every system, ours too, may choose from its "
+        f"topologies (*best of*: their number) and from the rates the one with the most "
+        f"goodput {tables.TIER}; *as it is*: the most with the engines of the configurations. "
+        "Throughput at the last rate is that of the topology with the most of it. Ours has the "
+        "rules of this repository, not the paper's; *ours ÷ it*: both at their best; *published*: "
+        "the paper's own over the other. "
+        f"[All topologies at every rate]({TABLES_PAGE})."
+    )
+    for study in studies:
+        yield f"\n### {study.scenario.title}: best topologies\n"
+        yield from table(*topologies.best(page.results, study))
 
 
-def _anchors(study: Study, found: Sequence[Compared]) -> Iterator[str]:
-    yield f"\n### {study.scenario.title}\n"
-    if study.experiment.implied:
-        yield paragraph(f"Inferred from the published results: {study.experiment.implied}")
-        yield ""
-    rows: list[list[Cell]] = []
-    notes: list[str] = []
-    for each in found:
-        anchor = each.anchor
-        mark = ""
-        if anchor.note and any(verdict is not Verdict.WITHIN for verdict in each.verdicts.values()):
-            if anchor.note not in notes:
-                notes.append(anchor.note)
-            mark = f" [{notes.index(anchor.note) + 1}]"
-        row = [f"{anchor_text(anchor)}{mark}", anchor_value(anchor, anchor.published)]
-        row.append(anchor.source)
-        for knobs in KNOB_SETS:
-            row += [anchor_value(anchor, each.simulated[knobs]), each.verdicts[knobs].value]
-        rows.append(row)
-    columns = ["figure", "published", "source"]
-    for knobs in KNOB_SETS:
-        columns += [SHOWN_SET[knobs], "verdict"]
-    yield from table(columns, rows)
-    if notes:
-        yield ""
-        yield from (f"[{at + 1}] {note}  " for at, note in enumerate(notes))
+def _configurations(page: Page) -> Iterator[str]:
+    yield paragraph(
+        "The engines of each system as it is, where systems are compared. E: encode, P: prefill, "
+        "D: decode; TP: GPUs of an engine."
+    )
+    yield ""
+    yield from table(*topologies.configurations([s for s in page.studies if s.is_comparison]))
 
 
 def _ablations(page: Page, studies: Sequence[Study]) -> Iterator[str]:
     yield paragraph(
         "Untuned; goodput in requests/s, at the last two rates of each. *nothing*: one request a "
-        "call, no local prefill, no flow control. Beyond what the engines can do, goodput says who "
-        "waits rather than how much is served: a queue held before Encode is shared by all, "
-        "so that all are late together, and a share that is kept exactly leaves the side with the "
-        "smaller half idle at times, unless a guard gives it up. Throughput and all other figures "
+        f"call, no local prefill, no flow control. {_holding(page, studies)}Beyond "
+        "what the engines can do, goodput says who waits rather than how much is served: a queue "
+        "held before Encode is shared by all, so that all are late together, and a share that is "
+        "kept exactly leaves the side with the smaller half idle at times, unless a guard gives it "
+        "up. Largest gains and losses are those of 1 % at least. Throughput and all other figures "
         f"are on the page of [tables]({TABLES_PAGE})."
     )
     yield ""
@@ -198,12 +189,39 @@ def _ablations(page: Page, studies: Sequence[Study]) -> Iterator[str]:
         yield f"- {study.name}, {rate_per_s:g}/s: {_effects(page, study, rate_per_s)}"
 
 
+def _holding(page: Page, studies: Sequence[Study]) -> str:
+    """Where goodput grows at the last rate when nothing holds requests back, in a sentence."""
+    parts = []
+    for study in studies:
+        effects = tables.effects(
+            page.results, study, UNTUNED, tables.GOODPUT, study.rates_per_s[-1]
+        )
+        gains = [each.text for each in effects if is_free(each)]
+        if gains:
+            parts.append(f"{' and '.join(gains)} in {study.name}")
+    if not parts:
+        return ""
+    return (
+        "Requests that the rules hold back cost goodput near saturation: without the rule it is, "
+        f"at the last rate, {listed(parts)}. "
+    )
+
+
+def is_free(effect: tables.Effect) -> bool:
+    return effect.variant in WITHOUT_HOLDING and effect.ratio > 1
+
+
 def _effects(page: Page, study: Study, rate_per_s: float) -> str:
+    """The largest gains and losses, those of TTFT, too."""
     parts = []
     for metric, text in ((tables.GOODPUT, f"goodput {tables.TIER}"), ("ttft_s.p99", "P99 TTFT")):
-        shown = tables.effects(page.results, study, UNTUNED, metric, rate_per_s)[:NUM_EFFECTS]
-        parts.append(f"{text}: {', '.join(shown) or 'none of 1 %'}")
-    return f"largest changes of {'; of '.join(parts)}."
+        found = tables.effects(page.results, study, UNTUNED, metric, rate_per_s)
+        less = [each.text for each in found if each.ratio < 1][:NUM_EFFECTS]
+        more = [each.text for each in reversed(found) if each.ratio > 1][:NUM_EFFECTS]
+        gains, losses = (less, more) if metric.startswith(TIMES) else (more, less)
+        ends = [", ".join(each) or "none of 1 %" for each in (gains, losses)]
+        parts.append(f"{text}: largest gains {ends[0]}; largest losses {ends[1]}")
+    return f"{'. '.join(parts)}."
 
 
 def _consistencies(page: Page) -> Iterator[str]:
@@ -315,7 +333,10 @@ def _all_tables(page: Page) -> Iterator[str]:
             continue
         for knobs in KNOB_SETS:
             yield f"\n## {study.scenario.title}, {SHOWN_SET[knobs]}\n"
-            if tables.is_comparison(study):
+            if study.is_comparison:
                 yield from table(*tables.all_rates(page.results, study, knobs))
+                if study.topologies and knobs == UNTUNED:
+                    yield "\nEvery topology, one seed:\n"
+                    yield from table(*topologies.goodputs(page.results, study))
             else:
                 yield from table(*tables.variants(page.results, study, knobs))

@@ -1,5 +1,6 @@
 """The page's figures as SVG, the same bytes for the same book and the same matplotlib."""
 
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,13 +44,18 @@ STAGE_COLOURS = {Stage.ENCODE: "#edae49", Stage.PREFILL: "#0b6e4f", Stage.DECODE
 Panel = Callable[["Axes", Results, Study], None]
 
 
+def check() -> None:
+    """Raises ConfigError without matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("figures need matplotlib: install it, or ask for --no-figures")
+
+
 def write(folder: Path, results: Results, studies: Sequence[Study]) -> list[Path]:
     """Every figure, into the folder. Raises ConfigError without matplotlib, and OSError."""
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("figures need matplotlib: install it, or ask for --no-figures") from None
+    check()
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     with mpl.rc_context(STYLE):
@@ -64,7 +70,7 @@ def write(folder: Path, results: Results, studies: Sequence[Study]) -> list[Path
 
 def _figures(studies: Sequence[Study]) -> Iterator[tuple[str, list[tuple[Study, Panel]]]]:
     """Names of files, and a panel for each study that has what it shows."""
-    comparisons = [study for study in studies if tables.is_comparison(study)]
+    comparisons = [study for study in studies if study.is_comparison]
     machines: Mapping[str, None] = dict.fromkeys(each.scenario.hardware for each in comparisons)
     for machine in machines:
         on_it = [study for study in comparisons if study.scenario.hardware == machine]

@@ -1,7 +1,8 @@
 """Which runs a reproduction is made of: the experiments of a folder of scenarios.
 
-Every run is made under each set of knobs: ``untuned``, the defaults of costs and systems, and
-``fitted``, what ``fitted.yaml`` of the folder says.
+Every run is made under each set of knobs: ``untuned``, the defaults of costs and of engines, and
+``fitted``, what ``fitted.yaml`` of the folder says. Where systems are compared, each of them runs
+at its other topologies as well: untuned, with the first seed alone.
 """
 
 import hashlib
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 from easerve.config import ConfigError
 from easerve.sim import scenario as scenarios
+from easerve.sim.checks import check
 from easerve.sim.scenario import Anchor, Experiment, Scenario
 
 UNTUNED = "untuned"
@@ -26,7 +28,7 @@ Knobs = Mapping[str, Any]
 
 
 class Point(NamedTuple):
-    """One run. ``study``: the name of its scenario's file; ``variant`` of its experiment, or ""."""
+    """One run. ``study``: the name of its scenario's file; ``variant``: or topology, or ""."""
 
     study: str
     knobs: str
@@ -73,6 +75,16 @@ class Study:
         return ["", *self.experiment.all_variants]
 
     @property
+    def is_comparison(self) -> bool:
+        """Of systems, not of variants of one."""
+        return len(self.experiment.systems) > 2
+
+    @property
+    def topologies(self) -> Sequence[str]:
+        """Those that are run; a scenario that lies on a comparison has its topologies too."""
+        return list(self.experiment.topologies) if self.is_comparison else []
+
+    @property
     def rates_per_s(self) -> Sequence[float]:
         return self.experiment.rates_per_s
 
@@ -89,9 +101,9 @@ class Study:
         return {}
 
     def at(self, knobs: str, variant: str) -> Scenario:
-        """Under a set of knobs; a variant lies on top. Raises ConfigError."""
+        """Under a set of knobs; a variant or topology lies on top. Raises ConfigError."""
         if (knobs, variant) not in self._built:
-            changes = [self.knobs[knobs], self.experiment.all_variants[variant] if variant else {}]
+            changes = [self.knobs[knobs], self.experiment.changes[variant] if variant else {}]
             self._built[knobs, variant] = self.changed(changes, f"{knobs} {variant}".strip())
         return self._built[knobs, variant]
 
@@ -103,7 +115,7 @@ class Study:
         return scenarios.build(content, f"{self.name}, {what}")
 
     def systems(self, variant: str) -> Sequence[str]:
-        """Those of the experiment to which a variant makes a difference."""
+        """Those of the experiment to which a variant or topology makes a difference."""
         if variant not in self._changed:
             plain, varied = self.at(UNTUNED, ""), self.at(UNTUNED, variant)
             self._changed[variant] = [
@@ -113,6 +125,24 @@ class Study:
             ]
         return self._changed[variant]
 
+    @cached_property
+    def _alike(self) -> dict[str, Mapping[str, Sequence[str]]]:
+        return {}
+
+    def alike(self, system: str) -> Mapping[str, Sequence[str]]:
+        """Variants that change a system, by the first of those with which it runs alike.
+
+        Not a grid's.
+        """
+        if system not in self._alike:
+            found: dict[str, list[str]] = {}
+            for variant in self.experiment.variants:
+                if system in self.systems(variant):
+                    key = settings(self.at(UNTUNED, variant), system)
+                    found.setdefault(key, []).append(variant)
+            self._alike[system] = {names[0]: names for names in found.values()}
+        return self._alike[system]
+
     @property
     def knob_sets(self) -> Sequence[str]:
         """A grid, which is a search by hand, is of the untuned model alone."""
@@ -121,7 +151,8 @@ class Study:
     def digest(self) -> str:
         """Of what its file and its bases say that its runs depend on."""
         shown = {key: self.content[key] for key in self.content if key not in ("title", "anchors")}
-        shown["experiment"] = {**shown["experiment"], "implied": None}
+        unused = ["implied", "origins", *([] if self.is_comparison else ["topologies"])]
+        shown["experiment"] = {**shown["experiment"], **dict.fromkeys(unused)}
         text = json.dumps(shown, sort_keys=True, default=str).replace(f"{self.folder}/", "")
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -153,18 +184,23 @@ def read(folder: Path, knobs: Knobs, names: Sequence[str] = ()) -> list[Study]:
 
 def _read(name: str, path: Path, knobs: Knobs) -> Study:
     scenario = scenarios.read(path)
+    check(scenario)
     content = scenarios.read_content(path)
     return Study(name, path.parent, content, scenario, {UNTUNED: {}, FITTED: knobs})
 
 
 def points(study: Study) -> Iterator[Point]:
-    """Every run of an experiment, under each set of knobs."""
+    """Every run of an experiment, under each set of knobs, and those at other topologies."""
     for knobs in study.knob_sets:
         for variant in study.variants:
             for system in study.systems(variant):
                 for rate_per_s in study.rates_per_s:
                     for seed in study.seeds:
                         yield Point(study.name, knobs, variant, system, rate_per_s, seed)
+    for topology in study.topologies:
+        for system in study.systems(topology):
+            for rate_per_s in study.rates_per_s:
+                yield Point(study.name, UNTUNED, topology, system, rate_per_s, study.seeds[0])
 
 
 def quick_points(study: Study, knob_sets: Sequence[str] = KNOB_SETS) -> Iterator[Point]:

@@ -1,6 +1,5 @@
 """What the runs of a study came to, as rows: systems beside each other, variants, a grid."""
 
-import math
 from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import NamedTuple
@@ -29,18 +28,14 @@ class Rows(NamedTuple):
     rows: Sequence[Sequence[Cell]]
 
 
-def is_comparison(study: Study) -> bool:
-    """Of systems, not of variants of one."""
-    return len(study.experiment.systems) > 2
-
-
 def compared_sides(study: Study) -> Iterator[Side]:
-    """Every system as it is and in each variant that changes it; not a grid's."""
+    """Every system as it is and in each variant that changes it, once for those that run alike;
+    not a grid's.
+    """
     for system in study.experiment.systems:
         yield Side(system, "")
-        for variant in study.experiment.variants:
-            if system in study.systems(variant):
-                yield Side(system, variant)
+        for variant in study.alike(system):
+            yield Side(system, variant)
 
 
 def shown_sides(study: Study) -> list[Side]:
@@ -66,7 +61,8 @@ def systems(results: Results, study: Study, knobs: str, rate_per_s: float) -> Ro
             results.best(study, knobs, side, study.rates_per_s, f"goodput_per_s.{tier}")
             for tier in TIERS
         ]
-        rows.append([who(side), *goodputs, *_at(results, study, knobs, side, rate_per_s)])
+        figures = _at(results, study, knobs, side, rate_per_s)
+        rows.append([side_name(study, side), *goodputs, *figures])
     return Rows(columns, rows)
 
 
@@ -90,7 +86,7 @@ def all_rates(results: Results, study: Study, knobs: str) -> Rows:
                 for tier in TIERS
             ]
             figures = _at(results, study, knobs, side, rate_per_s)
-            rows.append([who(side), rate_per_s, *goodputs, *figures])
+            rows.append([side_name(study, side), rate_per_s, *goodputs, *figures])
     return Rows(columns, rows)
 
 
@@ -112,28 +108,37 @@ def variants(results: Results, study: Study, knobs: str) -> Rows:
     return Rows(columns, rows)
 
 
+class Effect(NamedTuple):
+    """A variant's figure, ``ratio`` times that of the scenario as it is."""
+
+    ratio: float
+    variant: str
+    text: str
+
+
 def effects(
     results: Results, study: Study, knobs: str, metric: str, rate_per_s: float
-) -> list[str]:
-    """How each variant changes a figure against the scenario as it is, the largest first.
+) -> list[Effect]:
+    """What each variant changes, from the least figure to the largest; less than 1 % is left out.
 
-    What is less than 1 % is left out.
+    A figure of 0 changes as much as any can.
     """
     found = []
     for side in compared_sides(study):
         plain = results.value(study, knobs, Side(side.system, ""), rate_per_s, metric)
         value = results.value(study, knobs, side, rate_per_s, metric)
-        if side.variant and value and plain and abs(value / plain - 1) >= NOTABLE:
-            off = -abs(math.log(value / plain))
-            found.append((off, f"{side_name(study, side)} {change(value, plain)}"))
-    return [text for _, text in sorted(found)]
+        if side.variant and value is not None and plain and abs(value / plain - 1) >= NOTABLE:
+            text = f"{side_name(study, side)} {change(value, plain)}"
+            found.append(Effect(value / plain, side.variant, text))
+    return sorted(found)
 
 
 def side_name(study: Study, side: Side) -> str:
-    """As short as it may be in its study."""
+    """As short as it may be in its study; variants that run alike are named together."""
+    names = ", ".join(study.alike(side.system).get(side.variant, [side.variant]))
     if len(study.experiment.systems) > 1:
-        return who(side)
-    return side.variant or "as it is"
+        return who(Side(side.system, names))
+    return names or "as it is"
 
 
 def ablations(results: Results, studies: Sequence[Study], knobs: str) -> Rows:

@@ -6,6 +6,10 @@ is forgiven. ``direction only``: not that near, but the difference to every riva
 sign and, in logarithms, at least a third of the published size. Rivals are the other systems and
 variants with an anchor of the same metric and rate in the same scenario; a ratio is its own
 difference. ``not reproduced``: the rest.
+
+A baseline's verdict may hang on the engines that it was given: ``elsewhere`` is what its anchor
+comes to with the topology that is best for that very figure, untuned, with one seed, while its
+rivals stay as they are.
 """
 
 import math
@@ -16,13 +20,24 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from easerve.cli.reproduce.book import Book
-from easerve.cli.reproduce.plan import KNOB_SETS, Point, Side, Study, effective, rates, sides
+from easerve.cli.reproduce.plan import (
+    KNOB_SETS,
+    UNTUNED,
+    Point,
+    Side,
+    Study,
+    effective,
+    rates,
+    sides,
+)
 from easerve.cli.reproduce.runner import Figures
 from easerve.sim.scenario import Anchor
 
 NEAR = 0.25
 LEAST_SHARE = 1 / 3
 FORGIVEN = 0.01
+TIMES = ("ttft_s", "tpot_s")
+"""Metrics of which less is better."""
 
 
 class Verdict(StrEnum):
@@ -74,18 +89,47 @@ def verdict(
     return Verdict.DIRECTION if right else Verdict.NOT
 
 
+class Best(NamedTuple):
+    """A figure at its best topology and rate; ``topology`` "": the scenario as it is."""
+
+    value: float
+    topology: str
+    rate_per_s: float
+
+
+class Elsewhere(NamedTuple):
+    """An anchor of a baseline at that one's best topology."""
+
+    topology: str
+    simulated: float
+    verdict: Verdict
+
+
 class Compared(NamedTuple):
-    """An anchor. ``simulated`` and ``verdicts``: by the set of knobs."""
+    """An anchor. ``simulated`` and ``verdicts``: by the set of knobs. ``elsewhere``: None if the
+    anchor is of no baseline, or if that is at its best as it is.
+    """
 
     study: Study
     anchor: Anchor
     simulated: Mapping[str, float | None]
     verdicts: Mapping[str, Verdict]
+    elsewhere: Elsewhere | None
+
+    @property
+    def depends(self) -> bool:
+        """Whether the verdict is another one at the baseline's best topology."""
+        return self.elsewhere is not None and self.elsewhere.verdict is not self.verdicts[UNTUNED]
 
     def as_dict(self) -> dict[str, Any]:
         anchor = self.anchor.model_dump(mode="json")
-        simulated, verdicts = dict(self.simulated), dict(self.verdicts)
-        return {"scenario": self.study.name, **anchor, "simulated": simulated, "verdict": verdicts}
+        return {
+            "scenario": self.study.name,
+            **anchor,
+            "simulated": dict(self.simulated),
+            "verdict": dict(self.verdicts),
+            "best_topology": self.elsewhere and self.elsewhere._asdict(),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +159,25 @@ class Results:
         values = [self.value(study, knobs, side, rate, metric) for rate in rates_per_s]
         return max((each for each in values if each is not None), default=None)
 
+    def at(self, study: Study, system: str, topology: str, rate_per_s: float) -> Figures:
+        """Of a system at a topology, untuned, with the first seed; empty if there is no run."""
+        where = effective(study, Side(system, topology))
+        head = (study.name, UNTUNED, where, system, rate_per_s)
+        return self.book.runs.get(Point(*head, study.seeds[0]), {})
+
+    def best_topology(
+        self, study: Study, system: str, rates_per_s: Sequence[float], metric: str
+    ) -> Best | None:
+        """The largest figure, or the least of times; of equal ones the first. None if none is."""
+        found = []
+        for topology in topologies(study, system):
+            for rate_per_s in rates_per_s:
+                value = self.at(study, system, topology, rate_per_s).get(metric)
+                if value is not None:
+                    found.append(Best(value, topology, rate_per_s))
+        choose = min if metric.startswith(TIMES) else max
+        return choose(found, key=lambda best: best.value, default=None)
+
     def simulated(self, study: Study, knobs: str, anchor: Anchor) -> float | None:
         rates_per_s = rates(study, anchor)
         values = [
@@ -126,6 +189,40 @@ class Results:
         return own / values[1] if values[1] else None
 
 
+def topologies(study: Study, system: str) -> list[str]:
+    """Of a system; the scenario as it is comes first."""
+    return ["", *(name for name in study.topologies if system in study.systems(name))]
+
+
+def baseline(study: Study, anchor: Anchor) -> str | None:
+    """The system other than ours that an anchor is of, or that it is divided by."""
+    others = [side.system for side in sides(anchor) if side.system != study.scenario.system]
+    return others[0] if others else None
+
+
+def _elsewhere(
+    results: Results, study: Study, anchor: Anchor, rivals: Sequence[tuple[Anchor, float | None]]
+) -> Elsewhere | None:
+    system = baseline(study, anchor)
+    if system is None or any(
+        side.system == system and effective(study, side) for side in sides(anchor)
+    ):
+        return None  # no topology of a variant is run
+    best = results.best_topology(study, system, rates(study, anchor), anchor.metric)
+    if best is None or not best.topology:
+        return None
+    simulated = best.value
+    if anchor.over is not None:
+        own, other = sides(anchor)
+        still = other if own.system == system else own
+        figure = results.best(study, UNTUNED, still, rates(study, anchor), anchor.metric)
+        above, below = (best.value, figure) if still is other else (figure, best.value)
+        if above is None or not below:
+            return None
+        simulated = above / below
+    return Elsewhere(best.topology, simulated, verdict(anchor, simulated, rivals))
+
+
 def compared(results: Results, study: Study) -> Iterator[Compared]:
     """The anchors of a study, in its order."""
     anchors = study.scenario.anchors
@@ -134,13 +231,18 @@ def compared(results: Results, study: Study) -> Iterator[Compared]:
         for knobs in KNOB_SETS
     }
     for number, anchor in enumerate(anchors):
-        verdicts = {}
-        for knobs in KNOB_SETS:
-            pairs = zip(anchors, values[knobs], strict=True)
-            rivals = [(other, theirs) for other, theirs in pairs if is_rival(anchor, other)]
-            verdicts[knobs] = verdict(anchor, values[knobs][number], rivals)
+        rivals = {
+            knobs: [
+                (other, theirs)
+                for other, theirs in zip(anchors, values[knobs], strict=True)
+                if is_rival(anchor, other)
+            ]
+            for knobs in KNOB_SETS
+        }
         simulated = {knobs: values[knobs][number] for knobs in KNOB_SETS}
-        yield Compared(study, anchor, simulated, verdicts)
+        verdicts = {knobs: verdict(anchor, simulated[knobs], rivals[knobs]) for knobs in KNOB_SETS}
+        elsewhere = _elsewhere(results, study, anchor, rivals[UNTUNED])
+        yield Compared(study, anchor, simulated, verdicts, elsewhere)
 
 
 class Consistency(NamedTuple):

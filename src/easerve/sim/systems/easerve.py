@@ -26,12 +26,25 @@ MAX_BYTES = 1 << 60
 SURFACE_BATCHES = (1, 2, 4, 8, 16)
 
 
+class Recipe(NamedTuple):
+    """What a core is made of, but for what requests weigh in bytes as the server has it."""
+
+    knobs: Knobs
+    admission: Admission
+    limits: Limits
+    costs: LinearCosts
+    devices: Devices | None
+
+    def core(self) -> Core:
+        return Core(self.knobs, self.admission, self.costs, self.limits, self.devices)
+
+
 class Group(NamedTuple):
-    """Encoders whose devices a local prefill engine shares."""
+    """Encoders whose devices a local prefill engine shares; None: all engines share the machine."""
 
     local: WorkerId
     encoders: tuple[WorkerId, ...]
-    device: Colocated
+    device: Colocated | None
 
 
 def build(
@@ -42,7 +55,7 @@ def build(
 ) -> Served:
     """``observe``: is told of every step of the core."""
     layout = _layout(config, world)
-    groups = list(_groups(config, layout))
+    groups = list(_groups(config, world, layout))
     prefills = [*_locals(config, world, groups), *_remotes(config, world)]
     decodes = list(_decodes(config, world))
     fleet = Fleet(
@@ -51,18 +64,12 @@ def build(
         _encoders(config, world, groups),
         prefills,
         decodes,
-        {encoder: group.device for group in groups for encoder in group.encoders},
+        _devices(groups),
         {encoder: frozenset({group.local}) for group in groups for encoder in group.encoders},
         world.host,
     )
-    costs = world.costs_of(config.prefill.tensor_parallel_size)
-    media = Counter(item for request in world.requests for item in request.items)
-    usual = media.most_common(1)[0][0] if media else None
-    devices = None
-    if config.partition is not None:
-        devices = Devices(None if usual is None else surface(costs, usual, layout))
     return Served(
-        make_core(config, guess(costs, usual), devices),
+        recipe(config, world).core(),
         fleet,
         list(_workers(config, groups)),
         world.requests,
@@ -75,18 +82,25 @@ def build(
     )
 
 
-def make_core(config: EaserveSystem, costs: LinearCosts, devices: Devices | None) -> Core:
-    """As the server makes it, but for what requests weigh in bytes."""
+def recipe(config: EaserveSystem, world: World) -> Recipe:
+    """Of the core of this system."""
     policy, limits = config.policy, config.limits
-    return Core(
+    costs = world.costs_of(config.prefill.tensor_parallel_size)
+    media = Counter(item for request in world.requests for item in request.items)
+    usual = media.most_common(1)[0][0] if media else None
+    devices = None
+    if config.partition is not None:
+        layout = _layout(config, world)
+        devices = Devices(None if usual is None else surface(costs, usual, layout))
+    return Recipe(
         Knobs(**{**policy.model_dump(), "order": Order(policy.order)}),
         Admission(limits.max_requests, MAX_BYTES),
-        costs,
         Limits(
             limits.max_retries,
             int(limits.request_timeout_s * NS_PER_S),
             int(limits.worker_wait_s * NS_PER_S),
         ),
+        guess(costs, usual),
         devices,
     )
 
@@ -118,7 +132,7 @@ def _layout(config: EaserveSystem, world: World) -> Layout:
     return Layout(world.num_units, world.granule, kept or world.granule)
 
 
-def _groups(config: EaserveSystem, layout: Layout) -> Iterator[Group]:
+def _groups(config: EaserveSystem, world: World, layout: Layout) -> Iterator[Group]:
     """The encoders in their order, cut into groups of a local prefill engine's ranks."""
     if config.local_prefill is None:
         return
@@ -126,15 +140,23 @@ def _groups(config: EaserveSystem, layout: Layout) -> Iterator[Group]:
     for number in range(config.encode.replicas // size):
         local = WorkerId(f"l{number}")
         encoders = range(number * size, (number + 1) * size)
-        device = Colocated(layout, local, config.local_prefill.crowding)
+        device = None
+        if world.machine is None:
+            device = Colocated(layout, local, config.local_prefill.crowding)
         yield Group(local, tuple(WorkerId(f"e{each}") for each in encoders), device)
+
+
+def _devices(groups: Sequence[Group]) -> dict[WorkerId, Colocated]:
+    """Of each encoder that shares one."""
+    pairs = ((encoder, group.device) for group in groups for encoder in group.encoders)
+    return {encoder: device for encoder, device in pairs if device is not None}
 
 
 def _encoders(
     config: EaserveSystem, world: World, groups: Sequence[Group]
 ) -> Iterator[EncodeEngine]:
     limits = EncodeLimits(config.encode.dispatch_s, config.encode.item_s)
-    device_of = {encoder: group.device for group in groups for encoder in group.encoders}
+    device_of = _devices(groups)
     for number in range(config.encode.replicas):
         name = WorkerId(f"e{number}")
         device = device_of.get(name)
@@ -151,11 +173,12 @@ def _locals(config: EaserveSystem, world: World, groups: Sequence[Group]) -> Ite
             config.local_prefill,
             config.prefill.gpu_memory_utilization,
             group.device,
-            group.device.prefill_part,
+            whole if group.device is None else group.device.prefill_part,
             holds=True,
             with_encoder=True,
         )
-        group.device.wake = engine.wake
+        if group.device is not None:
+            group.device.wake = engine.wake
         yield engine
 
 

@@ -20,8 +20,10 @@ PROFILED_PROMPT = 16
 MARGIN_S = 0.01
 """What its search for budgets (``profiler.py``) tries at most, of prompts of so many tokens, and by
 how much a step must stay below the objective."""
-MEMORY_SHARE, KV_SHARE = 0.9, 0.8
-"""Of a device; and of its cache, for KV, where embeddings have a cache as well (``epdnode.py``)."""
+ACTIVATIONS, KV_SHARE = 0.1, 0.8
+"""Of what weights leave of a device (``epdnode.py``): for the activations of each of the two parts
+of a model; and of the rest, for KV where embeddings have a cache as well.
+"""
 UNLIMITED = 1 << 30
 
 
@@ -73,7 +75,8 @@ class Streams(Costs):
 @dataclass(eq=False, slots=True)
 class Node:
     """``num_running``: requests that were admitted, ``num_migrating``: that wait to be pulled.
-    ``encodes``: admitted requests whose items are to be encoded.
+    ``encodes``: admitted requests whose items are to be encoded. ``is_decoder``: it decodes,
+    whatever else it does.
     """
 
     name: str
@@ -82,6 +85,7 @@ class Node:
     encoder: EncodeEngine | None
     llm: LlmEngine | None
     gate: Gate
+    is_decoder: bool
     waiting: deque[Job] = field(default_factory=deque)
     encodes: deque[str] = field(default_factory=deque)
     num_running: int = 0
@@ -95,15 +99,36 @@ class Node:
         return self.is_encoding or (self.llm is not None and self.llm.is_busy)
 
     def admit(self) -> Iterator[Job]:
-        """What comes into the next step."""
-        while self.waiting:
-            most = self.max_running - self.num_migrating
-            if self.waiting[0].source is not None:
-                most += self.max_running
-            if self.num_running >= most:
+        """What comes into the next step: the first that there is room for."""
+        while self._num_here < 2 * self.max_running:
+            job = next(filter(self._has_room, self._heads()), None)
+            if job is None:
                 return
             self.num_running += 1
-            yield self.waiting.popleft()
+            self.waiting.remove(job)
+            yield job
+
+    @property
+    def _num_here(self) -> int:
+        return self.num_running + self.num_migrating
+
+    def _heads(self) -> Iterator[Job]:
+        """What is to be pulled, which goes first, and the first of the rest."""
+        for job in self.waiting:
+            yield job
+            if job.source is None:
+                return
+
+    def _has_room(self, job: Job) -> bool:
+        """Pulls may exceed the limit, as nodes that are full would wait for each other: in the
+        repository by as much again. Where a node decodes, those that it will have to move on only
+        by half of that, which leaves room for those that end here.
+        """
+        most = self.max_running
+        if job.source is not None:
+            moves_on = self.is_decoder and job.stage is not Stage.DECODE
+            most += self.max_running // 2 if moves_on else self.max_running
+        return self._num_here < most
 
 
 def make_nodes(config: HydraInferSystem, world: World) -> Iterator[Node]:
@@ -134,7 +159,8 @@ def _node(
             name, kind, tp, used, device, token_budget(costs, slo_s, config), gate, world
         )
     most = _max_running(kind, engine, config, world)
-    return Node(name, most, image_budget(costs, slo_s, config, world), encoder, engine, gate)
+    images = image_budget(costs, slo_s, config, world)
+    return Node(name, most, images, encoder, engine, gate, "d" in kind)
 
 
 def _engine(
@@ -148,12 +174,16 @@ def _engine(
     world: World,
 ) -> LlmEngine:
     """Nodes that decode are counted as decode, whatever else they do."""
-    tokens = world.kv_tokens(tp, MEMORY_SHARE, "e" in kind)
-    if kind != "d":
-        tokens = int(tokens * KV_SHARE)
-    limits = LlmLimits(tokens, UNLIMITED, budget, holds="p" in kind)
+    limits = LlmLimits(_kv_tokens(kind, tp, world), UNLIMITED, budget, holds="p" in kind)
     stage = Stage.DECODE if "d" in kind else Stage.PREFILL
     return LlmEngine(name, stage, costs, device, limits, world.run, gate.part)
+
+
+def _kv_tokens(kind: str, tp: int, world: World) -> int:
+    encodes = "e" in kind
+    left = world.kv_tokens(tp, 1.0, encodes, with_activations=False)
+    share = 1 - ACTIVATIONS * (1 + encodes)
+    return int(left * share * (1.0 if kind == "d" else KV_SHARE))
 
 
 def longest_blocks(world: World) -> int:

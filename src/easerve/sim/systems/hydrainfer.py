@@ -5,8 +5,8 @@ another stream, a step of its language model: decodes first, then prompts up to 
 (``scheduler.py``); the next step begins when both have ended. A request is admitted to a node
 while few enough are there or wait to be pulled from it. Encoded and prefilled requests move to
 nodes in turn, the receiver pulls when it admits them, ahead of what waits there and beyond the
-limit by as much again, which keeps two nodes from waiting for each other. A node that
-chooses itself moves nothing (``epdnode.py``).
+limit, which keeps two nodes from waiting for each other. A node that chooses itself moves nothing
+(``epdnode.py``).
 
 In the repository a hand-over is an instruction that waits for the sender's next step; here it takes
 no time.
@@ -38,9 +38,14 @@ class HydraInfer:
             letter: [node for node in self.nodes if letter in kinds[node.name]] for letter in "epd"
         }
         self._first_encode, self._first_prefill = Turns(at["e"]), Turns(at["p"])
-        self._to_prefill = {node.name: Turns(at["p"]) for node in at["e"]}
+        self._to_prefill = {node.name: Turns(self._prefillers(node, at["p"])) for node in at["e"]}
         self._to_decode = {node.name: Turns(self._decoders(node, at["d"])) for node in at["p"]}
         self._costs = world.costs_of(config.nodes[kinds[at["p"][0].name]].tensor_parallel_size)
+
+    def _prefillers(self, node: Node, prefillers: Sequence[Node]) -> Sequence[Node]:
+        """A node of all stages that has no room for a pull beside its own request keeps it."""
+        is_small = node in prefillers and node.is_decoder and node.max_running < 2
+        return [node] if is_small else prefillers
 
     def _decoders(self, node: Node, decoders: Sequence[Node]) -> Sequence[Node]:
         """A node whose KV cache has no room for two requests keeps its own."""

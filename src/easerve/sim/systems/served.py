@@ -239,6 +239,7 @@ class Served:
             request.num_prompt_tokens,
             keys,
             partial(self._prefilled, leg),
+            partial(self._unserved, leg),
             now_ns,
             final=request.num_tokens <= 1,
         )
@@ -256,6 +257,15 @@ class Served:
             yield from self._step(now_ns)
         else:
             self._sources.setdefault(request_id, {})[leg] = worker_id
+
+    def _unserved(self, leg: Leg, missing: tuple[str, ...], now_ns: int) -> Iterable[Effect]:
+        """Embeddings do not come, or the prompt is too long."""
+        if self._ended(leg) is not None:
+            if missing:
+                self._told.append(ev.EmbeddingMissing(*leg, missing))
+            else:
+                self._told.append(ev.PrefillFailed(*leg, retryable=False))
+        return ()
 
     def _ended(self, leg: Leg) -> WorkerId | None:
         """A leg's prefill or decode has; the engine, None where nobody wants to hear of it."""
@@ -292,10 +302,10 @@ class Served:
         self._told.append(ev.DecodeFinished(*leg, (now_ns - begin_ns) / NS_PER_S, tpot_s))
         yield from self._step(now_ns)
 
-    def _failed(self, leg: Leg, now_ns: int) -> Iterable[Effect]:
-        """The engine that held its KV cache has died."""
+    def _failed(self, leg: Leg, retryable: bool, now_ns: int) -> Iterable[Effect]:
+        """The engine that held its KV cache has died, or it is too long."""
         if self._ended(leg) is not None:
-            self._told.append(ev.DecodeFailed(*leg, retryable=True))
+            self._told.append(ev.DecodeFailed(*leg, retryable))
         return ()
 
     def _cancel(self, request_id: RequestId, now_ns: int) -> Iterator[Effect]:
