@@ -43,7 +43,8 @@ class LanguageCosts:
 
     def seconds(self, step: Forward, pace: Pace) -> float:
         """The sum of its parts."""
-        tokens, rows = step.num_tokens, step.num_rows
+        num_new, _, num_prompts, num_decodes, _ = step
+        tokens, rows = num_new + num_decodes, num_prompts + num_decodes
         if not tokens:
             return 0.0
         others_s = self._others_s.get((tokens, rows, pace))

@@ -99,11 +99,9 @@ class Core:
         """When to call ``step`` again at the latest, events or not."""
         first = next(iter(self._requests.values()), None)
         times = [first.deadline_ns] if first else []
-        times += [
-            since + self._limits.worker_wait_ns
-            for stage, since in self.pool.starved_since.items()
-            if next(self._needing(stage), None)
-        ]
+        for stage, since in self.pool.starved_since.items():
+            if next(self._needing(stage), None):
+                times.append(since + self._limits.worker_wait_ns)
         wakes = (self._batcher.wake_ns, self._flow.wake_ns)
         times += [wake_ns for wake_ns in wakes if wake_ns is not None]
         return min(times, default=None)

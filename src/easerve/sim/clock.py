@@ -28,11 +28,12 @@ class System(Protocol):
 def run(system: System, effects: Iterable[Effect]) -> int:
     """Until nothing is left to happen; returns the last instant at which something did (ns)."""
     number, heap, now_ns = count(), list[tuple[int, int, Handler]](), 0
+    heappush, heappop = heapq.heappush, heapq.heappop
 
     def push(effects: Iterable[Effect]) -> None:
         for at_ns, handler in effects:
             assert at_ns >= now_ns, "nothing happens in the past"
-            heapq.heappush(heap, (at_ns, next(number), handler))
+            heappush(heap, (at_ns, next(number), handler))
 
     push(effects)
     while True:
@@ -43,5 +44,5 @@ def run(system: System, effects: Iterable[Effect]) -> int:
         assert next_ns is not None
         now_ns = next_ns if deadline_ns is None else max(now_ns, min(next_ns, deadline_ns))
         while heap and heap[0][0] == now_ns:
-            push(heapq.heappop(heap)[2](now_ns))
+            push(heappop(heap)[2](now_ns))
         push(system.settle(now_ns))

@@ -88,7 +88,7 @@ class Fleet:
         self.decodes = {WorkerId(engine.name): engine for engine in decodes}
         self._beside, self._neighbours = beside, neighbours
         self.host = host or NoHost()
-        for engine in self.decodes.values():
+        for engine in self.decodes.values() if self.host.takes_time else ():
             engine.after_step = partial(self.host.stepped, engine.name)
         self._links: defaultdict[WorkerId, Lanes] = defaultdict(Lanes)
         """Of each encoder."""

@@ -21,6 +21,8 @@ ROUTER, PREPARATION, CLIENT = "router", "preparation", "client"
 class NoHost:
     """Nothing takes any time."""
 
+    takes_time = False
+
     def arrived(self, then: Handler, now_ns: int) -> Iterable[Effect]:
         """A request has been sent; ``then`` the router has read it."""
         return then(now_ns)
@@ -85,6 +87,8 @@ class Process:
 
 class Host(NoHost):
     """As a profile has measured it."""
+
+    takes_time = True
 
     def __init__(self, times: Times, device: Device) -> None:
         self._times, self._device = times, device

@@ -54,10 +54,6 @@ class LlmLimits:
         return self.kv_tokens // BLOCK_TOKENS
 
 
-def _nothing_more(num_tokens: int, now_ns: int) -> Iterable[Effect]:
-    return ()
-
-
 class LlmEngine:
     """``stage``: as it is counted. ``part``: of its device that a step which begins now may take;
     0: none may begin until ``wake``.
@@ -89,7 +85,7 @@ class LlmEngine:
         self._link = Lanes()
         self._free_blocks = limits.num_blocks
         self._busy, self._epoch = False, 0
-        self.after_step: Callable[[int, int], Iterable[Effect]] = _nothing_more
+        self.after_step: Callable[[int, int], Iterable[Effect]] | None = None
         """What follows from a step that made so many tokens, at a time (ns)."""
         run.engine(name, stage)
 
@@ -185,7 +181,7 @@ class LlmEngine:
         self._decodes.under_way = num_decodes > 0
         forward = self._forward(chunks)
         seconds = self._seconds(forward, items, part)
-        stepped = partial(self._stepped, now_ns, forward, chunks)
+        stepped = partial(self._stepped, now_ns, part, forward, len(items), chunks)
         yield from self._device.begin(self.name, seconds, part, now_ns, stepped)
 
     def _seconds(self, forward: Forward, items: list[Media], part: float) -> float:
@@ -347,14 +343,30 @@ class LlmEngine:
         yield from self.wake(now_ns)
 
     def _stepped(
-        self, begin_ns: int, forward: Forward, chunks: list[tuple[Sequence, int]], now_ns: int
+        self,
+        begin_ns: int,
+        part: float,
+        forward: Forward,
+        num_items: int,
+        chunks: list[tuple[Sequence, int]],
+        now_ns: int,
     ) -> Iterator[Effect]:
         num_new, num_decodes = forward.prefill_tokens, forward.num_decodes
-        kind = "mixed" if num_new and num_decodes else "prefill" if num_new else "decode"
-        self._run.busy(
-            self.name, kind, begin_ns, now_ns, prefill_tokens=num_new, num_decodes=num_decodes
-        )
-        yield from self.after_step(num_decodes, now_ns)
+        self._run.busy_ns[self.name] += now_ns - begin_ns
+        if self._run.traced:
+            kind = "mixed" if num_new and num_decodes else "prefill" if num_new else "decode"
+            self._run.note(
+                self.name,
+                kind,
+                begin_ns,
+                now_ns,
+                prefill_tokens=num_new,
+                num_decodes=num_decodes,
+                items=num_items,
+                part=round(part, 3),
+            )
+        if self.after_step is not None:
+            yield from self.after_step(num_decodes, now_ns)
         first, ended = self._decodes.step()
         for sequence in first:
             yield from sequence.first(now_ns)

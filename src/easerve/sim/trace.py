@@ -22,7 +22,7 @@ Event = Mapping[str, Any]
 NS_PER_US = 1000
 REQUESTS_PID = 1
 STAGE_PIDS = {stage: REQUESTS_PID + 1 + number for number, stage in enumerate(Stage)}
-BESIDE = ("transfer", "preprocess")
+BESIDE = ("transfer", "preprocess", "lost")
 """Kinds of spans during which an engine may work as well."""
 
 

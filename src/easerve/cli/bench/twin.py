@@ -219,6 +219,8 @@ class TwinBench:
             "profile": source,
             "host": {name: getattr(model.host, name) for name in model.host.__slots__},
             "num_requests": self._plan.num_requests * self._plan.rounds,
+            "rounds": self._plan.rounds,
+            "seed": self._plan.seed,
             "num_cores": model.num_cores,
         }
 

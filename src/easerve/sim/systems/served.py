@@ -92,7 +92,7 @@ class Served:
             arrived = partial(self._fleet.host.arrived, received)
             yield round(request.at_s * NS_PER_S), arrived
         for failure in self._failures:
-            yield round(failure.at_s * NS_PER_S), partial(self._lose, failure.worker)
+            yield round(failure.at_s * NS_PER_S), partial(self._lose, failure)
             if failure.back_s is not None:
                 joined = self._workers[failure.worker]
                 yield round(failure.back_s * NS_PER_S), partial(self._join, joined)
@@ -129,10 +129,13 @@ class Served:
         self._told.append(worker)
         yield from self._step(now_ns)
 
-    def _lose(self, worker_id: WorkerId, now_ns: int) -> Iterator[Effect]:
+    def _lose(self, failure: Failure, now_ns: int) -> Iterator[Effect]:
         """Whatever it still had to say is not told."""
+        worker_id = failure.worker
         if self._there.pop(worker_id, None) is None:
             return
+        back_ns = now_ns if failure.back_s is None else round(failure.back_s * NS_PER_S)
+        self._run.note(worker_id, "lost", now_ns, back_ns)
         for batch_id, (encoder, _) in list(self._calls.items()):
             if encoder == worker_id:
                 del self._calls[batch_id]
