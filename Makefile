@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # pytest rewrites every test file, in each of its processes, unless it may keep what it made of it.
-UNIT := PYTHONDONTWRITEBYTECODE= PYTHONHASHSEED=0 $(BIN)/pytest -n 3 --dist loadfile
+UNIT := PYTHONDONTWRITEBYTECODE= PYTHONHASHSEED=0 $(BIN)/pytest -n 4 --dist loadfile
 export PYTHON
 
 .PHONY: install demo test test-unit soak check fmt docs docs-batching docs-reproduction docs-validation model accuracy \

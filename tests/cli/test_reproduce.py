@@ -205,6 +205,7 @@ def test_the_page_is_what_the_simulator_says_now() -> None:
     assert code == 0, out + err
 
 
+@pytest.mark.long
 def test_every_anchor_that_is_not_reproduced_says_why() -> None:
     fit = fits.read(ROOT / "scenarios/fitted.yaml")
     results = Results(books.read(ROOT / "docs/reproduction.json"))

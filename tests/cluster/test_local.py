@@ -354,6 +354,7 @@ async def test_an_engine_that_is_late_is_killed(deploy: Make, fork: ForkServerSp
     await until(lambda: not any(map(is_alive, dummies.pids_in(cluster.specs[0].log))))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("when", ["at once", "while it starts", "when it listens"])
 async def test_stop_during_a_restart_leaves_nothing(
     deploy: Make, fork: ForkServerSpec | None, when: str

@@ -169,6 +169,7 @@ def test_files_hold_no_time_of_their_making() -> None:
     assert sum(path.stat().st_size for path in FOLDER.iterdir()) < 1 << 20
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
 def test_points_that_are_left_out_are_found_again(device: str) -> None:
     """The bounds are those of the worst device, the L40S, with a little more."""

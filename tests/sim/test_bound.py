@@ -223,6 +223,7 @@ def share_of_bound(system: str, over: Sequence[str]) -> float:
     return len(run.records) / run.end_s / bound
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("system", "over"), BEYOND)
 def test_runs_that_come_near_it_are_not_beyond_it(system: str, over: Sequence[str]) -> None:
     assert 0.85 < share_of_bound(system, ["workload.num_requests=100", *over]) <= 1

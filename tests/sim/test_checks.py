@@ -30,6 +30,7 @@ def small(tmp_path: Path) -> Path:
     return write(tmp_path / "scenario.yaml")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "path", [path for path in sorted(SCENARIOS.glob("*.yaml")) if path.stem != "fitted"]
 )

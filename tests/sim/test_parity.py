@@ -202,6 +202,12 @@ TRACES: Sequence[Kind] = (
     too_long,
 )
 by_trace = pytest.mark.parametrize("trace", TRACES, ids=lambda trace: trace.__name__)
+LENGTHY = (medium, heavy, bursts, offloaded, cut_off)
+by_trace_with_marks = pytest.mark.parametrize(
+    "trace",
+    [pytest.param(each, marks=[pytest.mark.long] * (each in LENGTHY)) for each in TRACES],
+    ids=lambda trace: trace.__name__,
+)
 
 
 def differ(simulated: Story, driven: Story) -> str:
@@ -261,7 +267,7 @@ def both(trace: Trace) -> Story:
     return stories[0]
 
 
-@by_trace
+@by_trace_with_marks
 def test_both_decide_alike(trace: Kind) -> None:
     seen = Seen(Counter())
     for seed in range(NUM_SEEDS):
@@ -317,6 +323,7 @@ def light_and_fixed(rng: random.Random) -> Trace:
     return with_policy(setup, when="fixed"), requests, failures
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "trace", "num_found"),
     [(Forgetful, light_and_fixed, NUM_SEEDS), (Hasty, tied, NUM_SEEDS), (Careless, late, 10)],

@@ -32,6 +32,7 @@ def error_of(path: Path, **asked: Any) -> str:
     return str(error.value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_scenario_of_the_repository_is_right(file: Path) -> None:
     scenario = read(file)
@@ -39,11 +40,13 @@ def test_a_scenario_of_the_repository_is_right(file: Path) -> None:
         assert config.num_gpus == scenario.num_gpus
 
 
+@pytest.mark.long
 def test_no_two_scenarios_have_one_title() -> None:
     titles = [read(file).title for file in FILES]
     assert len(set(titles)) == len(titles) > 10
 
 
+@pytest.mark.long
 def test_the_papers_set_ups_are_there() -> None:
     scenarios = [read(file) for file in FILES]
     assert {
