@@ -133,7 +133,7 @@ class NaiveEngine:
             return preempted
         self.stepping = decodes
         forward = self._forward()
-        seconds = self.costs.forward(forward) + limits.overhead_s
+        seconds = self.costs.forward(forward)
         if items:
             seconds += self.costs.encode(items) + limits.item_s * len(items)
         self.step_end_ns = now_ns + round(seconds * NS_PER_S)

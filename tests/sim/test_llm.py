@@ -310,7 +310,6 @@ def limits_of(rng: random.Random) -> LlmLimits:
         max_prompts=rng.choice((1, 2, 1 << 30)),
         reserves=rng.random() < 0.2,
         holds=rng.random() < 0.3,
-        overhead_s=rng.choice((0.0, 0.003)),
         item_s=0.001,
         item_budget=rng.choice((None, 12, 40)),
     )

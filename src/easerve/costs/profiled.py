@@ -136,7 +136,10 @@ def read(path: Path) -> tuple[Profile, Stages]:
 
 def costs_of(path: Path) -> ProfileCosts:
     """Raises ConfigError."""
-    made, stages = read(path)
+    return costs_from(*read(path))
+
+
+def costs_from(made: Profile, stages: Stages) -> ProfileCosts:
     return ProfileCosts(stages, made.item_tokens, _surface(made))
 
 

@@ -33,9 +33,8 @@ class LlmLimits:
     ``chunked``: prompts are cut to the budget; else they are taken whole, the first of a step even
     if it is longer. ``max_prompts``: of a step. ``reserves``: a sequence takes the blocks of its
     longest answer when it is admitted. ``holds``: the KV cache of a sequence that is done is kept
-    until it is released. ``overhead_s``: of a step, beyond its costs. ``item_s``: host time of an
-    item that the engine itself encodes. ``item_budget``: embeddings of such items in a step; None:
-    as ``token_budget``.
+    until it is released. ``item_s``: host time of an item that the engine itself encodes.
+    ``item_budget``: embeddings of such items in a step; None: as ``token_budget``.
     """
 
     kv_tokens: int
@@ -45,7 +44,6 @@ class LlmLimits:
     max_prompts: int = 1 << 30
     reserves: bool = False
     holds: bool = False
-    overhead_s: float = 0.0
     item_s: float = 0.0
     item_budget: int | None = None
 
@@ -186,7 +184,7 @@ class LlmEngine:
 
     def _seconds(self, forward: Forward, items: list[Media], part: float) -> float:
         """Of a step that encodes these items first."""
-        seconds = self._costs.forward(forward, part) + self.limits.overhead_s
+        seconds = self._costs.forward(forward, part)
         if items:
             self._run.encoded(len(items))
             seconds += self._costs.encode(items, part) + self.limits.item_s * len(items)

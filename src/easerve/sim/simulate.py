@@ -42,11 +42,16 @@ def simulate(
         )
     else:
         built = BUILDERS[system](config, world)
-    clock.run(built, built.start())
+    return finished(built, world, system)
+
+
+def finished(system: Served | Baseline, world: World, name: str) -> Run:
+    """What comes of a system in its world. Raises ConfigError when it stands still."""
+    clock.run(system, system.start())
     run = world.run
     if len(run.records) < len(world.requests):
         raise ConfigError(
-            f"system {system} stands still: {len(world.requests) - len(run.records)} of "
+            f"system {name} stands still: {len(world.requests) - len(run.records)} of "
             f"{len(world.requests)} requests do not end, as engines wait for each other"
         )
     run.end_s = max((record.end_s or 0.0 for record in run.records), default=0.0)
@@ -74,7 +79,7 @@ def make_world(scenario: Scenario, run: Run) -> World:
     if device.kind == "cpu":
         cpu = machine(device.num_units)
         if scenario.costs.profile is not None:
-            _, stages = profiled.read(Path(scenario.costs.profile))
+            _, stages = _profile(Path(scenario.costs.profile))
             times = profiled.host_of(stages)
             cpu = machine(device.num_units - times.idle_cores)
             host = Host(times, cpu)
@@ -95,7 +100,7 @@ def _costs_of(scenario: Scenario) -> CostsOf:
     costs = scenario.costs
     if costs.source == "profile":
         assert costs.profile is not None, "the scenario has been checked"
-        profile = profiled.costs_of(Path(costs.profile))
+        profile = profiled.costs_from(*_profile(Path(costs.profile)))
         return lambda tp, step_overhead_s=None: profile
 
     def costs_of(tp: int, step_overhead_s: float | None = None) -> Costs:
@@ -115,3 +120,4 @@ def _built(model: str, device: str, tp: int, source: build.Source, knobs: build.
 
 # Read once in a process: it takes as long as a tenth of a run.
 _model, _device = lru_cache(models.read), lru_cache(hardware.read)
+_profile = lru_cache(profiled.read)

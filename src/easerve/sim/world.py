@@ -81,7 +81,6 @@ class World:
         *,
         holds: bool = False,
         with_encoder: bool = False,
-        item_s: float = 0.0,
     ) -> LlmEngine:
         """``with_encoder``: it shares the memory of its devices with one."""
         limits = LlmLimits(
@@ -90,7 +89,6 @@ class World:
             section.max_num_seqs,
             section.max_num_batched_tokens,
             holds=holds,
-            item_s=item_s,
         )
         costs = self.costs_of(section.tensor_parallel_size, section.step_overhead_s)
         return LlmEngine(name, stage, costs, device or self.device(), limits, self.run, part)

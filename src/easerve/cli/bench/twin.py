@@ -34,11 +34,11 @@ from easerve.costs.stages import PrefillCalls, Stages
 from easerve.engines.protocol import EngineError
 from easerve.goodput import Record, summarise
 from easerve.policy import events as ev
-from easerve.sim import clock
 from easerve.sim.config import EaserveSystem, Encoders, Limits, LlmEngines
 from easerve.sim.host import Host
 from easerve.sim.run import Request, Run
 from easerve.sim.sharing import machine
+from easerve.sim.simulate import finished
 from easerve.sim.systems import easerve
 from easerve.sim.world import World
 from easerve.types import RequestId, Shape, Stage
@@ -123,11 +123,7 @@ class Model:
             machine=cores if self.on_cpu else None,
             host=Host(self.host, cores),
         )
-        system = easerve.build(self.config, world)
-        clock.run(system, system.start())
-        run = world.run
-        run.end_s = max((record.end_s or 0.0 for record in run.records), default=0.0)
-        return run
+        return finished(easerve.build(self.config, world), world, "easerve")
 
 
 def _no_kv_tokens(

@@ -226,16 +226,7 @@ class EpdServe:
         loop.is_pulling = False
         name = prefilled.name
         yield from prefilled.source.engine.release(name, now_ns)
-        request = self._requests[name]
-        sequence = sequences.Sequence(
-            name,
-            request.num_prompt_tokens,
-            request.num_tokens,
-            partial(self._requests.completed, name),
-            partial(self._requests.first, name),
-            here=True,
-            num_made=int(self._at_prefill),
-        )
+        sequence = self._requests.answer(name, here=True, num_made=int(self._at_prefill))
         yield from loop.engine.submit(sequence, now_ns)
 
     # Roles ------------------------------------------------------------------------------------

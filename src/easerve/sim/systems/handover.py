@@ -5,7 +5,7 @@ Every request ends once, in one record, also one that no engine can hold.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from easerve.costs.base import Costs
 from easerve.goodput import Outcome
@@ -81,6 +81,14 @@ class Requests:
         self._run.record(name, request, self._first_ns.pop(name, None), now_ns, outcome)
         return ()
 
+    def answer(self, name: str, **options: Any) -> sequences.Sequence:
+        """All of a request's tokens, seen by its client as they come; ``options``: as it has."""
+        request = self._open[name]
+        done, first = partial(self.completed, name), partial(self.first, name)
+        return sequences.Sequence(
+            name, request.num_prompt_tokens, request.num_tokens, done, first, **options
+        )
+
     def completed(self, name: str, now_ns: int) -> Iterable[Effect]:
         return self.end(name, "completed", now_ns)
 
@@ -125,16 +133,8 @@ class HandOver:
     def _decode(
         self, name: str, source: LlmEngine, target: LlmEngine, now_ns: int
     ) -> Iterable[Effect]:
-        request = self._requests[name]
-        sequence = sequences.Sequence(
-            name,
-            request.num_prompt_tokens,
-            request.num_tokens,
-            partial(self._requests.completed, name),
-            partial(self._requests.first, name),
-            pull_s=self._costs.kv_transfer(request.num_prompt_tokens),
-            num_made=int(self._at_prefill),
-        )
+        pull_s = self._costs.kv_transfer(self._requests[name].num_prompt_tokens)
+        sequence = self._requests.answer(name, pull_s=pull_s, num_made=int(self._at_prefill))
         if self._holds:
             sequence.pulled = partial(source.release, name)
         try:

@@ -7,7 +7,6 @@ engine encodes what the step's tokens need, then runs the language model.
 from collections.abc import Iterable, Iterator
 from functools import partial
 
-from easerve.sim import sequences
 from easerve.sim.clock import Effect
 from easerve.sim.config import VllmSystem
 from easerve.sim.lanes import Lanes
@@ -57,15 +56,7 @@ class Vllm:
     def _route(self, name: str, server: int, now_ns: int) -> Iterable[Effect]:
         own = self._config.routing == "round-robin"  # a proxy has chosen the server, and its engine
         engine = self._engines[server] if own else self._least_loaded()
-        request = self._requests[name]
-        sequence = sequences.Sequence(
-            name,
-            request.num_prompt_tokens,
-            request.num_tokens,
-            partial(self._requests.completed, name),
-            partial(self._requests.first, name),
-            request.items,
-        )
+        sequence = self._requests.answer(name, items=self._requests[name].items)
         try:
             return engine.submit(sequence, now_ns)
         except TooLongError:
