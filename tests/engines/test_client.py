@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
 from easerve.engines.protocol import (
@@ -1042,7 +1041,7 @@ async def test_healthy_is_what_the_engine_says(
 async def test_an_engine_that_does_not_answer_is_neither_healthy_nor_gone(
     server: StandIn, engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "HEALTH_TIMEOUT", aiohttp.ClientTimeout(total=0.05))
+    monkeypatch.setattr(client, "HEALTH_TIMEOUT_S", 0.05)
     server.answer = server.never
     assert await engine.health() is None
     server.answer = breaks_off

@@ -5,7 +5,6 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
 from easerve.engines.partition.cell import State
@@ -143,7 +142,7 @@ async def test_an_encoder_that_is_gone_is_an_error(engines: Engines) -> None:
 async def test_an_encoder_that_hangs_up_or_keeps_silent_is_an_error(
     server: StandIn, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "HEALTH_TIMEOUT", aiohttp.ClientTimeout(total=0.01))
+    monkeypatch.setattr(client, "HEALTH_TIMEOUT_S", 0.01)
     server.answer = breaks_off
     for call in (engines.make().division(), engines.make().divide(SHARED)):
         with pytest.raises(EngineError, match=r"^e-0: "):

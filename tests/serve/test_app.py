@@ -7,9 +7,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from starlette.types import Message
-
-from easerve.serve.app import EventStream
 
 from .conftest import Serve
 from .server import (
@@ -381,20 +378,3 @@ async def test_metrics_count_what_happened(server: Server) -> None:
     assert {name: metrics.get(name) for name in expected} == expected
     server.release()
     await task
-
-
-async def test_a_stream_that_never_begins_is_closed_too() -> None:
-    closed = []
-
-    async def events() -> AsyncIterator[bytes]:
-        yield b"data: {}\n\n"
-
-    async def receive() -> Message:
-        return {"type": "http.disconnect"}
-
-    async def send(_: Message) -> None:
-        await asyncio.Event().wait()
-
-    stream = EventStream(events(), {}, lambda: closed.append(True))
-    await stream({"type": "http"}, receive, send)
-    assert closed == [True]

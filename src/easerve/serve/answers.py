@@ -5,9 +5,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import msgspec
+
 from easerve.engines.protocol import Delta
 from easerve.serve.job import Job
 from easerve.serve.request import Asked
+
+BLANK = "\x00blank\x00"  # stands where the text goes
+
+
+def event(content: Mapping[str, Any]) -> bytes:
+    """A server-sent event."""
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
 @dataclass(slots=True)
@@ -21,6 +30,7 @@ class Answer:
     _opened: set[int] = field(default_factory=set)
     _num_tokens: dict[int, int] = field(default_factory=dict)
     _details: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    _frames: dict[int, list[bytes]] = field(default_factory=dict)
 
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
@@ -62,6 +72,30 @@ class Answer:
         else:
             content = self.piece(delta)
         yield self._chunk(choice, self._with_token_ids(content, delta.token_ids))
+
+    def events(self, choice: int, delta: Delta) -> bytes:
+        """The server-sent events that a piece makes.
+
+        Between the first piece and the last one, events differ in their text alone: that is put
+        into what the first of them looked like.
+        """
+        frame = self._frames.get(choice)
+        if frame is None or delta.finish_reason or delta.choice is not None or delta.usage:
+            if choice in self._opened and self._is_plain and choice not in self._frames:
+                blank = event(self._chunk(choice, self.piece(Delta(BLANK))))
+                self._frames[choice] = blank.split(msgspec.json.encode(BLANK))
+            return b"".join(map(event, self.chunks(choice, delta)))
+        self._count(choice, delta)
+        before, after = frame
+        return before + msgspec.json.encode(delta.text) + after
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether a chunk says nothing of its tokens but their text."""
+        asked = self.asked
+        return not (asked.return_token_ids or asked.continuous_usage) and (
+            asked.num_top_logprobs is None
+        )
 
     def usage_chunk(self) -> dict[str, Any]:
         return {**self._head(self.chunk_kind), "choices": [], "usage": self.usage()}

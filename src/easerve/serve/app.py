@@ -3,24 +3,24 @@
 import asyncio
 import re
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from hmac import compare_digest
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, SecretStr
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from easerve import __version__
 from easerve.config import Deployment
-from easerve.engines.protocol import Delta
 from easerve.serve import chat, completions
 from easerve.serve.admin import Admin
-from easerve.serve.answers import Answer, ChatAnswer, CompletionAnswer
+from easerve.serve.answers import Answer, ChatAnswer, CompletionAnswer, event
 from easerve.serve.driver import Driver
 from easerve.serve.errors import ApiError, ended
 from easerve.serve.job import Job, Outputs
@@ -29,8 +29,10 @@ from easerve.types import Reason, RequestId
 
 WELL_FORMED_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)  # echoed; our own id is in the body
 BODY_TIMEOUT_S = 60.0
+BODY, DONE = "http.response.body", b"data: [DONE]\n\n"
 OPEN_PATHS = frozenset({"/health", "/ready"})
 ADMIN = "/admin/"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 def create_app(deployment: Deployment, driver: Driver) -> FastAPI:
@@ -87,20 +89,22 @@ def create_app(deployment: Deployment, driver: Driver) -> FastAPI:
         }
         return {"object": "list", "data": [model]}
 
-    @app.post("/v1/chat/completions", openapi_extra=_body_schema(chat.ChatRequest))
-    async def chat_completions(request: Request) -> Response:
-        content, num_bytes = await reader.read(request)
-        limit = deployment.limits.limit_mm_per_prompt.image
-        asked = chat.parse(
-            content, deployment.name, limit, deployment.engine.reasoning_parser is not None
-        )
-        return await _respond(request, driver, asked, num_bytes, ChatAnswer)
+    limit = deployment.limits.limit_mm_per_prompt.image
+    parses_reasoning = deployment.engine.reasoning_parser is not None
 
-    @app.post("/v1/completions", openapi_extra=_body_schema(completions.CompletionRequest))
-    async def text_completions(request: Request) -> Response:
-        content, num_bytes = await reader.read(request)
-        asked = completions.parse(content, deployment.name)
-        return await _respond(request, driver, asked, num_bytes, CompletionAnswer)
+    def parse_chat(content: Any) -> Asked:
+        return chat.parse(content, deployment.name, limit, parses_reasoning)
+
+    def parse_completion(content: Any) -> Asked:
+        return completions.parse(content, deployment.name)
+
+    chat_route = Completions(driver, reader, parse_chat, ChatAnswer)
+    completion_route = Completions(driver, reader, parse_completion, CompletionAnswer)
+    app.router.routes += [
+        Route(CHAT, chat_route, methods=["POST"]),
+        Route(COMPLETIONS, completion_route, methods=["POST"]),
+    ]
+    _describe(app, {CHAT: chat.ChatRequest, COMPLETIONS: completions.CompletionRequest})
 
     return app
 
@@ -124,9 +128,23 @@ def _add_admin(app: FastAPI, admin: Admin, driver: Driver, reader: "Reader") -> 
         return admin.state()
 
 
-def _body_schema(kind: type[BaseModel]) -> dict[str, Any]:
-    content = {"application/json": {"schema": kind.model_json_schema()}}
-    return {"requestBody": {"required": True, "content": content}}
+def _describe(app: FastAPI, bodies: Mapping[str, type[BaseModel]]) -> None:
+    """Put the routes that are plain ASGI into the API's description, by the bodies they take."""
+
+    def described() -> dict[str, Any]:
+        schema = FastAPI.openapi(app)
+        for path, kind in bodies.items():
+            content = {"application/json": {"schema": kind.model_json_schema()}}
+            answers = {"200": {"description": "The answer, whole or as server-sent events"}}
+            schema["paths"][path] = {
+                "post": {
+                    "requestBody": {"required": True, "content": content},
+                    "responses": answers,
+                }
+            }
+        return schema
+
+    app.openapi = described  # type: ignore[method-assign]
 
 
 def _secret(secret: SecretStr | None) -> bytes | None:
@@ -222,95 +240,84 @@ def _jobs(asked: Asked, request_id: str, num_bytes: int) -> list[Job]:
     ]
 
 
-async def _respond(
-    request: Request, driver: Driver, asked: Asked, num_bytes: int, kind: type[Answer]
-) -> Response:
-    """The response, once there is something to say: the first piece, the whole, or an error."""
-    request_id = f"{kind.id_prefix}-{uuid.uuid4().hex}"
-    given = request.headers.get("x-request-id", "")
-    headers = {"x-request-id": given if WELL_FORMED_ID.fullmatch(given) else request_id}
-    jobs = _jobs(asked, request_id, num_bytes)
-    answer = kind(asked, request_id, jobs)
+class Completions:
+    """A route that answers with a model's words.
 
-    def cancel() -> None:
-        for job in jobs:
-            driver.cancel(job)
-
-    for job in jobs:
-        driver.submit(job)
-    stream = jobs[0].outputs.pieces(len(jobs))
-    gone = asyncio.create_task(_disconnected(request))
-    work = asyncio.create_task(_first(stream) if asked.stream else _all(stream))
-    done = False
-    try:
-        await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            return Response(status_code=499)  # nobody reads it
-        found = work.result()
-        done = True
-    except ApiError as error:
-        return error.response(headers)
-    finally:
-        gone.cancel()
-        work.cancel()
-        if not done:
-            cancel()
-    if not asked.stream:
-        content = msgspec.json.encode(answer.whole(found))
-        return Response(content, media_type="application/json", headers=headers)
-    return EventStream(_events(answer, _chain(found, stream)), headers, cancel)
-
-
-class EventStream(StreamingResponse):
-    """Server-sent events. ``close`` is called at the end, also of a stream that never began."""
+    It is plain ASGI, below the framework's requests and responses: a token then costs a send.
+    """
 
     def __init__(
-        self, events: AsyncIterator[bytes], headers: Mapping[str, str], close: Callable[[], None]
+        self, driver: Driver, reader: Reader, parse: Callable[[Any], Asked], kind: type[Answer]
     ) -> None:
-        super().__init__(events, media_type="text/event-stream", headers=headers)
-        self._close = close
+        self._driver, self._reader, self._parse, self._kind = driver, reader, parse, kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        content, num_bytes = await self._reader.read(request)
+        asked = self._parse(content)
+        request_id = f"{self._kind.id_prefix}-{uuid.uuid4().hex}"
+        given = request.headers.get("x-request-id", "")
+        headers = {"x-request-id": given if WELL_FORMED_ID.fullmatch(given) else request_id}
+        jobs = _jobs(asked, request_id, num_bytes)
+        answer = self._kind(asked, request_id, jobs)
+        for job in jobs:
+            self._driver.submit(job)
+        gone = asyncio.get_running_loop().create_task(self._cancel_when_gone(receive, jobs))
         try:
-            await super().__call__(scope, receive, send)
+            if asked.stream:
+                await _send_stream(send, answer, headers)
+            else:
+                pieces = [piece async for piece in jobs[0].outputs.pieces(len(jobs))]
+                if not gone.done():  # else there may be less than an answer
+                    body = msgspec.json.encode(answer.whole(pieces))
+                    await send(_start(200, b"application/json", headers, len(body)))
+                    await send({"type": BODY, "body": body})
+        except ApiError as error:
+            await error.response(headers)(scope, receive, send)
         finally:
-            self._close()
+            gone.cancel()
+            self._cancel(jobs)
+
+    async def _cancel_when_gone(self, receive: Receive, jobs: Sequence[Job]) -> None:
+        """Their outputs end then."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._cancel(jobs)
+
+    def _cancel(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            self._driver.cancel(job)
 
 
-async def _events(answer: Answer, stream: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[bytes]:
-    """The answer as server-sent events; an error is the last but one."""
+async def _send_stream(send: Send, answer: Answer, headers: Mapping[str, str]) -> None:
+    """Server-sent events, from the first piece on: until then an error has a status of its own.
+
+    Later an error is the last event but one.
+    """
+    started, tail = False, b""
     try:
-        async for choice, delta in stream:
-            for chunk in answer.chunks(choice, delta):
-                yield _event(chunk)
+        async for batch in answer.jobs[0].outputs.batches(len(answer.jobs)):
+            if not started:
+                started = True
+                await send(_start(200, b"text/event-stream; charset=utf-8", headers))
+            events = b"".join([answer.events(choice, delta) for choice, delta in batch])
+            if events:
+                await send({"type": BODY, "body": events, "more_body": True})
         if answer.asked.include_usage:
-            yield _event(answer.usage_chunk())
+            tail = event(answer.usage_chunk())
     except ApiError as error:
-        yield _event(error.body())
-    yield b"data: [DONE]\n\n"
+        if not started:
+            raise
+        tail = event(error.body())
+    if started:  # else the client has gone
+        await send({"type": BODY, "body": tail + DONE})
 
 
-def _event(content: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
-
-
-async def _chain(
-    first: list[tuple[int, Delta]], rest: AsyncIterator[tuple[int, Delta]]
-) -> AsyncIterator[tuple[int, Delta]]:
-    for piece in first:
-        yield piece
-    async for piece in rest:
-        yield piece
-
-
-async def _first(stream: AsyncIterator[tuple[int, Delta]]) -> list[tuple[int, Delta]]:
-    return [await anext(stream)]
-
-
-async def _all(stream: AsyncIterator[tuple[int, Delta]]) -> list[tuple[int, Delta]]:
-    return [piece async for piece in stream]
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+def _start(
+    status: int, content_type: bytes, headers: Mapping[str, str], length: int | None = None
+) -> dict[str, Any]:
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    raw.append((b"content-type", content_type))
+    if length is not None:
+        raw.append((b"content-length", str(length).encode()))
+    return {"type": "http.response.start", "status": status, "headers": raw}

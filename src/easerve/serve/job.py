@@ -1,6 +1,7 @@
 """What is known of one prompt on its way, and what it has to say to its client."""
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -24,7 +25,8 @@ class MediaPart:
     path: str
 
 
-Output: TypeAlias = tuple[int, Delta] | ApiError | None
+Piece: TypeAlias = tuple[int, Delta]
+Output: TypeAlias = Piece | ApiError | None
 
 
 class Outputs:
@@ -34,29 +36,52 @@ class Outputs:
     """
 
     def __init__(self) -> None:
-        self._queue: asyncio.Queue[Output] = asyncio.Queue()
+        self._waiting: deque[Output] = deque()
+        self._came = asyncio.Event()
         self._num_unread = 0  # tokens
         self._room = asyncio.Event()
         self._room.set()
 
     def put(self, output: Output) -> None:
-        self._queue.put_nowait(output)
+        self._waiting.append(output)
+        self._came.set()
         self._count(output, 1)
+
+    @property
+    def has_room(self) -> bool:
+        return self._room.is_set()
 
     async def room(self) -> None:
         await self._room.wait()
 
-    async def pieces(self, num_jobs: int) -> AsyncIterator[tuple[int, Delta]]:
-        """The answer, piece by piece. Raises ApiError when there is none."""
+    async def batches(self, num_jobs: int, most: int | None = None) -> AsyncIterator[list[Piece]]:
+        """The answer, all pieces at once that are there, or at ``most`` so many.
+
+        Raises ApiError when there is no (more) answer.
+        """
         while num_jobs:
-            output = await self._queue.get()
-            self._count(output, -1)
-            if output is None:
-                num_jobs -= 1
-            elif isinstance(output, ApiError):
-                raise output
-            else:
-                yield output
+            await self._came.wait()
+            batch: list[Piece] = []
+            while self._waiting and len(batch) != most:
+                output = self._waiting.popleft()
+                self._count(output, -1)
+                if output is None:
+                    num_jobs -= 1
+                elif isinstance(output, ApiError):
+                    if batch:
+                        yield batch
+                    raise output
+                else:
+                    batch.append(output)
+            if not self._waiting:
+                self._came.clear()
+            if batch:
+                yield batch
+
+    async def pieces(self, num_jobs: int) -> AsyncIterator[Piece]:
+        """The answer, piece by piece."""
+        async for (piece,) in self.batches(num_jobs, 1):
+            yield piece
 
     def _count(self, output: Output, sign: int) -> None:
         """Engines put what waits for its reader into one large piece: tokens count, not pieces."""

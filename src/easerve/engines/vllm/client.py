@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import aiohttp
 import msgspec
 
 from easerve.engines.protocol import (
@@ -28,19 +27,19 @@ from easerve.engines.protocol import (
 from easerve.engines.vllm.announcer import DEMAND, PARTITION, header
 from easerve.engines.vllm.ec.messages import MessageError
 from easerve.engines.vllm.ec.query import missing_items
+from easerve.engines.vllm.http import NO_HEADERS, HttpError, Pool, Reply
 from easerve.policy.partition import SHARED, Demand
 from easerve.types import MediaItem, Modality, Stage, WorkerId
 
 T = TypeVar("T")
 GENERATE = "/inference/v1/generate"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-CONNECT_TIMEOUT_S = 5.0
-HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
+HEALTH_TIMEOUT_S = 2.0
 QUERY_TIMEOUT_S = 1.0
 NOBODY_LISTENS = (errno.ECONNREFUSED, errno.ENOENT)
 KEEPALIVE_S = 30.0  # below VLLM_HTTP_TIMEOUT_KEEP_ALIVE
-JSON = {"content-type": "application/json"}
-NO_HEADERS: Mapping[str, str] = {}
+# What can go wrong on the way to an engine and back.
+BROKEN = (OSError, HttpError, msgspec.MsgspecError)
 # Pictures are megabytes; the standard library takes several times as long.
 _encode = msgspec.json.encode
 MAX_MESSAGE = 1000  # characters; engines repeat what a client sent
@@ -104,12 +103,7 @@ class VllmEngine:
         self.beside, self._divided = beside, divided
         self._media_at_prefill = media_at_prefill
         self._inbox, self._token = inbox, token
-        self._session = aiohttp.ClientSession(
-            "http://engine",
-            connector=aiohttp.UnixConnector(str(socket), limit=0, keepalive_timeout=KEEPALIVE_S),
-            timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S),
-            trust_env=False,
-        )
+        self._http = Pool(socket, KEEPALIVE_S)
 
     async def render(self, body: Mapping[str, Any]) -> Prompt:
         reply = await self._post(
@@ -157,9 +151,9 @@ class VllmEngine:
         if not self._divided:
             return None
         try:
-            async with self._session.get(PARTITION, timeout=HEALTH_TIMEOUT) as response:
-                return msgspec.json.decode(await response.read(), type=Division)
-        except (aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
+            async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                return msgspec.json.decode(await self._get(PARTITION), type=Division)
+        except BROKEN as error:
             raise self._unreachable(error) from error
 
     async def prefill(self, prompt: Prompt, coming: Collection[int]) -> Prefilled:
@@ -248,20 +242,22 @@ class VllmEngine:
 
     async def health(self) -> bool | None:
         try:
-            async with self._session.get("/health", timeout=HEALTH_TIMEOUT) as response:
-                return response.status == 200
-        except aiohttp.ClientConnectorError as error:
-            return False if error.os_error.errno in NOBODY_LISTENS else None
-        except (aiohttp.ClientError, OSError, TimeoutError):
+            async with (
+                asyncio.timeout(HEALTH_TIMEOUT_S),
+                self._http.call("GET", "/health") as reply,
+            ):
+                return reply.status == 200
+        except OSError as error:
+            return False if error.errno in NOBODY_LISTENS else None
+        except HttpError:
             return None
 
     async def learn_limits(self) -> int:
         """The engine's max_model_len, which bounds the tokens of one call as well."""
         try:
-            async with self._session.get("/v1/models") as response:
-                first, *_ = msgspec.json.decode(await response.read())["data"]
-                max_model_len = int(first["max_model_len"])
-        except (aiohttp.ClientError, OSError) as error:
+            first, *_ = msgspec.json.decode(await self._get("/v1/models"))["data"]
+            max_model_len = int(first["max_model_len"])
+        except (OSError, HttpError) as error:
             raise self._unreachable(error) from error
         except (msgspec.MsgspecError, LookupError, TypeError, ValueError):
             raise EngineError(f"{self.worker_id} does not say its max_model_len") from None
@@ -270,53 +266,54 @@ class VllmEngine:
 
     async def metrics(self) -> str:
         try:
-            async with self._session.get("/metrics") as response:
-                return await response.text()
-        except (aiohttp.ClientError, OSError) as error:
+            return (await self._get("/metrics")).decode()
+        except BROKEN as error:
             raise self._unreachable(error) from error
 
     async def close(self) -> None:
-        await self._session.close()
+        await self._http.close()
+
+    async def _get(self, path: str) -> bytes:
+        async with self._http.call("GET", path) as reply:
+            return await reply.read()
 
     async def _post(
         self, path: str, request: Mapping[str, Any], headers: Mapping[str, str] = NO_HEADERS
     ) -> Any:
         content = _encode({**request, "model": self._model})
         try:
-            async with self._session.post(
-                path, data=content, headers={**JSON, **headers}
-            ) as response:
-                if response.status != 200:
-                    raise await self._error(response)
-                return msgspec.json.decode(await response.read())
-        except (aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
+            async with self._http.call("POST", path, content, headers) as reply:
+                if reply.status != 200:
+                    raise await self._error(reply)
+                return msgspec.json.decode(await reply.read())
+        except BROKEN as error:
             raise self._unreachable(error) from error
 
     async def _stream(self, path: str, request: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """The JSON of each server-sent event, without the closing [DONE]."""
         content = _encode({**request, "model": self._model})
         try:
-            async with self._session.post(path, data=content, headers=JSON) as response:
-                if response.status != 200:
-                    raise await self._error(response)
+            async with self._http.call("POST", path, content) as reply:
+                if reply.status != 200:
+                    raise await self._error(reply)
                 rest = b""
-                async for piece in response.content.iter_any():
+                async for piece in reply.pieces():
                     *lines, rest = (rest + piece).split(b"\n")
                     for line in lines:
                         if line.startswith(b"data: {"):
                             yield msgspec.json.decode(line[6:])
-        except (aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
+        except BROKEN as error:
             raise self._unreachable(error) from error
 
     def _unreachable(self, error: Exception) -> EngineError:
         return EngineError(f"{self.worker_id}: {str(error) or type(error).__name__}")
 
-    async def _error(self, response: aiohttp.ClientResponse) -> EngineError:
+    async def _error(self, reply: Reply) -> EngineError:
         try:
-            message = msgspec.json.decode(await response.read())["error"]["message"]
-        except (aiohttp.ClientError, OSError, msgspec.MsgspecError, KeyError, TypeError):
-            message = f"{self.worker_id} answered {response.status}"
-        return EngineError(_brief(str(message)), response.status)
+            message = msgspec.json.decode(await reply.read())["error"]["message"]
+        except (*BROKEN, KeyError, TypeError):
+            message = f"{self.worker_id} answered {reply.status}"
+        return EngineError(_brief(str(message)), reply.status)
 
 
 def _brief(message: str) -> str:
