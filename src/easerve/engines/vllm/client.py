@@ -27,7 +27,7 @@ from easerve.engines.protocol import (
 from easerve.engines.vllm.announcer import DEMAND, PARTITION, header
 from easerve.engines.vllm.ec.messages import MessageError
 from easerve.engines.vllm.ec.query import missing_items
-from easerve.engines.vllm.http import NO_HEADERS, HttpError, Pool, Reply
+from easerve.engines.vllm.http import NO_HEADERS, HttpError, Pool
 from easerve.policy.partition import SHARED, Demand
 from easerve.types import MediaItem, Modality, Stage, WorkerId
 
@@ -222,18 +222,29 @@ class VllmEngine:
             return
         finished = False
         async for event in self._stream(path, request):
-            if "error" in event:
-                error = event["error"]
-                raise EngineError(_brief(str(error.get("message"))), error.get("code"))
-            usage = event.get("usage")
-            for choice in event["choices"]:
-                delta = _delta(choice) if path == GENERATE else _openai_delta(choice, usage)
+            for delta in self._deltas(event, path):
                 finished = finished or delta.finish_reason is not None
                 yield delta
-            if usage and not event["choices"]:
-                yield Delta("", usage=usage)
         if not finished:
             raise EngineError(f"{self.worker_id} broke off its answer")
+
+    def _deltas(self, content: bytes, path: str) -> list[Delta]:
+        """What an event says."""
+        try:
+            if path == GENERATE:
+                generated = _decode_generated(content)
+                failure, deltas = generated.error, [each.delta() for each in generated.choices]
+            else:
+                event = msgspec.json.decode(content)
+                failure, usage = event.get("error"), event.get("usage")
+                deltas = [_openai_delta(choice, usage) for choice in event.get("choices", ())]
+                if usage and not deltas:
+                    deltas = [Delta("", usage=usage)]
+        except msgspec.MsgspecError as error:
+            raise self._unreachable(error) from error
+        if failure is not None:
+            raise EngineError(_brief(str(failure.get("message"))), failure.get("code"))
+        return deltas
 
     async def release(self, prompt: Prompt, handle: Mapping[str, Any]) -> None:
         # Prefill frees a KV cache when it has been pulled; else it keeps it for its lease of 30 s.
@@ -242,11 +253,9 @@ class VllmEngine:
 
     async def health(self) -> bool | None:
         try:
-            async with (
-                asyncio.timeout(HEALTH_TIMEOUT_S),
-                self._http.call("GET", "/health") as reply,
-            ):
-                return reply.status == 200
+            async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                status, _ = await self._http.call("GET", "/health")
+                return status == 200
         except OSError as error:
             return False if error.errno in NOBODY_LISTENS else None
         except HttpError:
@@ -274,46 +283,49 @@ class VllmEngine:
         await self._http.close()
 
     async def _get(self, path: str) -> bytes:
-        async with self._http.call("GET", path) as reply:
-            return await reply.read()
+        _, body = await self._http.call("GET", path)
+        return body
 
     async def _post(
         self, path: str, request: Mapping[str, Any], headers: Mapping[str, str] = NO_HEADERS
     ) -> Any:
         content = _encode({**request, "model": self._model})
         try:
-            async with self._http.call("POST", path, content, headers) as reply:
-                if reply.status != 200:
-                    raise await self._error(reply)
-                return msgspec.json.decode(await reply.read())
+            status, body = await self._http.call("POST", path, content, headers)
+            if status == 200:
+                return msgspec.json.decode(body)
         except BROKEN as error:
             raise self._unreachable(error) from error
+        raise self._error(status, body)
 
-    async def _stream(self, path: str, request: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    async def _stream(self, path: str, request: Mapping[str, Any]) -> AsyncIterator[bytes]:
         """The JSON of each server-sent event, without the closing [DONE]."""
         content = _encode({**request, "model": self._model})
+        rest, failed = b"", 0
         try:
-            async with self._http.call("POST", path, content) as reply:
-                if reply.status != 200:
-                    raise await self._error(reply)
-                rest = b""
-                async for piece in reply.pieces():
-                    *lines, rest = (rest + piece).split(b"\n")
-                    for line in lines:
-                        if line.startswith(b"data: {"):
-                            yield msgspec.json.decode(line[6:])
+            async for status, piece in self._http.stream(path, content):
+                if status != 200:
+                    rest, failed = rest + piece, status
+                    continue
+                *lines, rest = (rest + piece).split(b"\n")
+                for line in lines:
+                    if line.startswith(b"data: {"):
+                        yield line[6:]
         except BROKEN as error:
-            raise self._unreachable(error) from error
+            if not failed:
+                raise self._unreachable(error) from error
+        if failed:
+            raise self._error(failed, rest)
 
     def _unreachable(self, error: Exception) -> EngineError:
         return EngineError(f"{self.worker_id}: {str(error) or type(error).__name__}")
 
-    async def _error(self, reply: Reply) -> EngineError:
+    def _error(self, status: int, body: bytes) -> EngineError:
         try:
-            message = msgspec.json.decode(await reply.read())["error"]["message"]
-        except (*BROKEN, KeyError, TypeError):
-            message = f"{self.worker_id} answered {reply.status}"
-        return EngineError(_brief(str(message)), reply.status)
+            message = msgspec.json.decode(body)["error"]["message"]
+        except (msgspec.MsgspecError, KeyError, TypeError):
+            message = f"{self.worker_id} answered {status}"
+        return EngineError(_brief(str(message)), status)
 
 
 def _brief(message: str) -> str:
@@ -421,16 +433,37 @@ class _News(msgspec.Struct):
         return Prefilled(wait_s=self.wait_s, bundles=bundles, evicted=self.evicted)
 
 
+class _Choice(msgspec.Struct):
+    """A piece of the text mode of the generate route."""
+
+    text: str
+    token_ids: list[int] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    logprobs: dict[str, Any] | None
+
+    def delta(self) -> Delta:
+        return Delta(
+            self.text,
+            self.token_ids or (),
+            self.finish_reason,
+            self.stop_reason,
+            self.logprobs["content"] if self.logprobs else None,
+        )
+
+
+class _Generated(msgspec.Struct):
+    """An event of that route; what is not named here is skipped."""
+
+    choices: list[_Choice] = []
+    error: dict[str, Any] | None = None
+
+
+_decode_generated = msgspec.json.Decoder(_Generated).decode
+
+
 def _delta(choice: Mapping[str, Any]) -> Delta:
-    """From the text mode of the generate route."""
-    logprobs = choice["logprobs"]
-    return Delta(
-        choice["text"],
-        choice["token_ids"] or (),
-        choice["finish_reason"],
-        choice["stop_reason"],
-        logprobs["content"] if logprobs else None,
-    )
+    return msgspec.convert(choice, _Choice).delta()
 
 
 def _openai_delta(choice: Mapping[str, Any], usage: Mapping[str, Any] | None = None) -> Delta:

@@ -12,43 +12,19 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import cast
 
 import httptools
 
 CONNECT_TIMEOUT_S = 5.0
+BUSY_S = 0.005
 MAX_UNREAD = 1 << 18  # bytes of a stream that wait for their reader; then the engine has to wait
 NO_HEADERS: Mapping[str, str] = {}
 
 
 class HttpError(Exception):
     """What came is no HTTP, or no reply to what was asked."""
-
-
-class Reply:
-    """A reply whose status is known. Its body is read whole, or piece by piece as it comes."""
-
-    def __init__(self, connection: "_Connection") -> None:
-        self._connection = connection
-        self.status = connection.status
-
-    async def read(self) -> bytes:
-        """All of it."""
-        while not self._connection.complete:
-            await self._connection.more()
-        return self._connection.take()
-
-    async def pieces(self) -> AsyncIterator[bytes]:
-        """What has come since the last piece."""
-        while True:
-            if piece := self._connection.take():
-                yield piece
-            elif self._connection.complete:
-                return
-            else:
-                await self._connection.more()
 
 
 class Pool:
@@ -63,27 +39,39 @@ class Pool:
         self._used: set[_Connection] = set()
         self._closed = False
 
-    @asynccontextmanager
     async def call(
         self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] = NO_HEADERS
-    ) -> AsyncIterator[Reply]:
-        """Send a request; the body runs when the reply's headers are here.
+    ) -> tuple[int, bytes]:
+        """Status and body of the reply. Who is cancelled meanwhile cancels the request."""
+        connection = await self._take()
+        try:
+            connection.send(method, path, body, headers)
+            while not connection.complete:
+                await connection.more()
+            return connection.status, connection.take()
+        finally:
+            self._give_back(connection)
+
+    async def stream(self, path: str, body: bytes) -> AsyncIterator[tuple[int, bytes]]:
+        """Post; then the status with what has come since the last piece, again and again.
 
         Leaving before the whole reply has come closes the connection, which cancels the request.
         """
-        connection = await self._connection()
-        self._used.add(connection)
+        connection = await self._take()
         try:
-            connection.send(method, path, body, headers)
+            connection.send("POST", path, body, NO_HEADERS)
             while not connection.status:
                 await connection.more()
-            yield Reply(connection)
+            yield connection.status, connection.take()  # an empty one has a status, too
+            while True:
+                if piece := connection.take():
+                    yield connection.status, piece
+                elif connection.complete:
+                    return
+                else:
+                    await connection.more()
         finally:
-            self._used.discard(connection)
-            if connection.reusable and not self._closed:
-                self._idle.append((time.monotonic(), connection))
-            else:
-                connection.abort()
+            self._give_back(connection)
 
     async def close(self) -> None:
         """Close all connections, in the midst of what they do."""
@@ -92,22 +80,36 @@ class Pool:
             connection.abort()
         self._idle.clear()
 
-    async def _connection(self) -> "_Connection":
+    async def _take(self) -> "_Connection":
         """The one that was used last: the others can grow old."""
         if self._closed:
             raise ConnectionError("the connections are closed")
         oldest = time.monotonic() - self._keepalive_s
         while self._idle and self._idle[0][0] < oldest:
             self._idle.popleft()[1].abort()
-        while self._idle:
-            _, connection = self._idle.pop()
-            if connection.reusable:
-                return connection
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            _, connection = await asyncio.get_running_loop().create_unix_connection(
-                _Connection, self._socket
-            )
+        connection: _Connection | None = None
+        while self._idle and connection is None:
+            _, last = self._idle.pop()
+            connection = last if last.reusable else None
+        connection = connection or await self._connect()
+        self._used.add(connection)
         return connection
+
+    def _give_back(self, connection: "_Connection") -> None:
+        self._used.discard(connection)
+        if connection.reusable and not self._closed:
+            self._idle.append((time.monotonic(), connection))
+        else:
+            connection.abort()
+
+    async def _connect(self) -> "_Connection":
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            while True:
+                try:
+                    return (await loop.create_unix_connection(_Connection, self._socket))[1]
+                except BlockingIOError:  # more are waiting there than its queue takes
+                    await asyncio.sleep(BUSY_S)
 
 
 class _Connection(asyncio.Protocol):
@@ -118,9 +120,6 @@ class _Connection(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
         self._paused = False
         self._lost: Exception | None = None
-        self._reset()
-
-    def _reset(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
         self._body: list[bytes] = []
         self._num_unread = 0
@@ -138,8 +137,7 @@ class _Connection(asyncio.Protocol):
         )
 
     def send(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> None:
-        self._reset()
-        self.complete = False
+        self.status, self.complete = 0, False
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         head = (
             f"{method} {path} HTTP/1.1\r\nhost: engine\r\ncontent-type: application/json\r\n"
