@@ -107,6 +107,21 @@ class _Server(uvicorn.Server):
         yield
 
 
+def http_server(deployment: Deployment, driver: Driver) -> uvicorn.Server:
+    """The driver's HTTP server, not started."""
+    return _Server(
+        uvicorn.Config(
+            create_app(deployment, driver),
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=DRAIN_S,
+        )
+    )
+
+
 @asynccontextmanager
 async def service(
     deployment: Deployment,
@@ -138,17 +153,7 @@ async def service(
         folders.remove()
         listener.close()
         raise
-    server = _Server(
-        uvicorn.Config(
-            create_app(deployment, driver),
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=DRAIN_S,
-        )
-    )
+    server = http_server(deployment, driver)
     watching: asyncio.Task[None] | None = None
     running = False
     serving = asyncio.create_task(server.serve([listener]))
