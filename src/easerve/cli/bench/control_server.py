@@ -12,7 +12,7 @@ from pathlib import Path
 
 import uvloop
 
-from easerve.cli.deploy import http_server, listen, raise_file_limit, recipe
+from easerve.cli.deploy import http_server, listen, raise_file_limit, rare_collections, recipe
 from easerve.config import Deployment, build
 from easerve.engines.fake_server import MODEL, STAGES
 from easerve.engines.vllm.client import VllmEngine
@@ -59,7 +59,8 @@ async def serve(folder: Path, cores: frozenset[int]) -> None:
     print(listener.getsockname()[1], flush=True)
     ended = asyncio.Event()
     asyncio.get_running_loop().add_reader(sys.stdin.fileno(), ended.set)
-    await ended.wait()
+    with rare_collections():
+        await ended.wait()
     server.should_exit = True
     await serving
     await driver.close()
