@@ -8,7 +8,7 @@ import pytest
 
 from easerve.engines.fake import logprob
 from easerve.engines.protocol import Delta, Prompt, Route
-from easerve.serve.answers import Answer, ChatAnswer, CompletionAnswer
+from easerve.serve.answers import BLANK, Answer, ChatAnswer, CompletionAnswer, event
 from easerve.serve.job import Job
 from easerve.serve.request import Asked
 from easerve.types import RequestId
@@ -504,3 +504,49 @@ def test_chunks_of_a_completion_by_decode() -> None:
     assert [(part["index"], part["text"]) for part in parts] == [(1, "a"), (1, "")]
     assert parts[0]["logprobs"] == logprobs
     assert "token_ids" not in str(parts)
+
+
+# As bytes -----------------------------------------------------------------------------------------
+
+TEXTS = ["plain ", 'a "quote" \\ and\nlines', "é 图 \U0001f600", BLANK, "\x00", "]}}", ""]
+ASKED: dict[str, dict[str, Any]] = {
+    "nothing else": {},
+    "token ids": {"return_token_ids": True},
+    "usage with each": {"continuous_usage": True},
+    "logprobs": {"num_top_logprobs": 1},
+}
+
+
+@every_kind
+@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
+def test_events_are_the_chunks_as_bytes(kind: str, asked: dict[str, Any]) -> None:
+    pieces = [
+        (choice, Delta(text, [number], logprobs=[logprob(text)]))
+        for number, text in enumerate(TEXTS)
+        for choice in (0, 1)
+    ]
+    pieces += [(0, Delta("end", [90], "stop", "x")), (1, Delta("", [91], "length"))]
+    by_bytes, by_chunks = answer(kind, 2, **asked), answer(kind, 2, **asked)
+    by_chunks.created = by_bytes.created
+    for choice, delta in pieces:
+        expected = b"".join(map(event, by_chunks.chunks(choice, delta)))
+        assert by_bytes.events(choice, delta) == expected
+    assert by_bytes.usage() == by_chunks.usage()
+
+
+@every_kind
+def test_a_piece_of_decodes_own_route_is_never_framed(kind: str) -> None:
+    by_bytes, by_chunks = answer(kind), answer(kind)
+    by_chunks.created = by_bytes.created
+    content = {"content": "b"} if kind == "chat" else {}
+    choice = {"index": 0, "delta": content, "text": "b", "finish_reason": None}
+    usage = {"completion_tokens": 3}
+    pieces = [
+        Delta("a", [1]),
+        Delta("a", [1]),
+        Delta("", [2], choice=choice, usage=usage),
+        Delta("", usage=usage),
+    ]
+    for delta in pieces:
+        expected = b"".join(map(event, by_chunks.chunks(0, delta)))
+        assert by_bytes.events(0, delta) == expected
