@@ -5,8 +5,8 @@ BIN := .venv/bin
 UNIT := PYTHONDONTWRITEBYTECODE= PYTHONHASHSEED=0 $(BIN)/pytest -n 4 --dist loadfile
 export PYTHON
 
-.PHONY: install demo test test-unit soak check fmt docs docs-batching docs-reproduction docs-validation model accuracy \
-	random-models clean
+.PHONY: install demo test test-unit soak check fmt bench-cpu docs docs-batching docs-bench-tools \
+	docs-reproduction docs-validation model accuracy random-models clean
 
 install: .venv/cpu  ## the virtual environment with the CPU engines
 	@$(BIN)/easerve --version
@@ -65,6 +65,14 @@ docs-validation: .venv/cpu  ## docs/validation.md: simulated beside served, on t
 	@mkdir -p build
 	$(BIN)/easerve bench twin --rates 2,5,10,20,30 --requests 200 --rounds 2 --json > build/twin.json
 	$(BIN)/python -m scripts.validation_table build/twin.json docs/validation.md
+
+bench-cpu: .venv/cpu  ## plain vLLM, a passthrough proxy and EAServe on this CPU (12 minutes, nothing else running)
+	@mkdir -p build
+	$(BIN)/easerve bench cpu --out build/bench-cpu.json --html build/bench-cpu.html
+
+AIPERF ?= aiperf
+docs-bench-tools: .venv/cpu  ## docs/bench-tools.md: three benches ask one server (10 minutes; AIPERF=the executable)
+	$(BIN)/python -m scripts.bench_tools --aiperf $(AIPERF) docs/bench-tools.md
 
 model: .venv/cpu  ## train the tiny model anew, into build/tiny-llava
 	$(WITH_FIXES) $(BIN)/python -m scripts.tiny_llava.train build/tiny-llava

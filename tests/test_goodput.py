@@ -1,6 +1,7 @@
 import json
 import math
 import random
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -66,6 +67,8 @@ def test_fewer_than_two_tokens_have_no_tpot(num_tokens: int, tpot_s: float | Non
         ((0, 0, math.nan, 2, 3, "completed"), "in this order"),
         ((math.nan, 0, 1, 2, 3, "completed"), "in this order"),
         ((0, 0, 1, math.inf, 3, "completed"), "in this order"),
+        ((0, 0, 1, 2, 3, "completed", -1.0), "a wait of -1.0 seconds"),
+        ((0, 0, 1, 2, 3, "completed", math.nan), "a wait of nan seconds"),
     ],
 )
 def test_a_record_that_cannot_be_is_refused(values: Any, wrong: str) -> None:
@@ -87,6 +90,21 @@ def test_either_limit_may_be_missing() -> None:
     assert Slo(tpot_s=0.25).met(slow_start)
     assert not Slo(tpot_s=0.25).met(slow_pace)
     assert Slo().met(record(100.0, 100.0))
+
+
+def test_a_limit_on_the_latency() -> None:
+    slo = Slo(latency_s=2.0)
+    assert slo.met(record(1.0, 0.25))
+    assert not slo.met(record(1.0, 0.375))
+    assert not Slo(latency_s=2.0).met(Record(0, 0, None, 2.5, 1, "completed"))
+
+
+def test_a_wait_for_a_place_is_in_the_times_but_is_not_lateness() -> None:
+    one = Record(1.0, 3.5, 4.5, 6.5, 5, "completed", slot_wait_s=2.0)
+    assert one.lateness_s == 0.5
+    assert one.ttft_s == 3.0
+    assert one.latency_s == 5.0
+    assert one.tpot_s == 0.5
 
 
 def test_a_single_token_is_judged_by_its_ttft_alone() -> None:
@@ -115,6 +133,8 @@ def test_a_limit_that_cannot_be_is_refused(limit_s: float) -> None:
         Slo(ttft_s=limit_s)
     with pytest.raises(ValueError, match="tpot_s must be more than 0"):
         Slo(tpot_s=limit_s)
+    with pytest.raises(ValueError, match="latency_s must be more than 0"):
+        Slo(latency_s=limit_s)
 
 
 @pytest.mark.parametrize(
@@ -127,9 +147,13 @@ def test_a_limit_that_cannot_be_is_refused(limit_s: float) -> None:
         ("ttft:2000 tpot:80", Slo(2.0, 0.08)),
         ("tpot:62.5", Slo(None, 0.0625)),
         ("ttft=2s tpot:80", Slo(2.0, 0.08)),
+        ("ttft=2s,tpot=80ms,latency=10s", Slo(2.0, 0.08, 10.0)),
+        ("ttft:2000 tpot:80 e2el:10000", Slo(2.0, 0.08, 10.0)),
+        ("time_to_first_token:2000 inter_token_latency:80 request_latency:9500", Slo(2, 0.08, 9.5)),
+        ("e2el=3s", Slo(latency_s=3.0)),
     ],
 )
-def test_an_objective_can_be_written_in_two_ways(text: str, slo: Slo) -> None:
+def test_an_objective_can_be_written_as_in_three_tools(text: str, slo: Slo) -> None:
     assert parse_slo(text) == slo
 
 
@@ -140,7 +164,8 @@ def test_an_objective_can_be_written_in_two_ways(text: str, slo: Slo) -> None:
         ("ttft=2s,", "'' is not like"),
         ("ttft=2s,tpot=80", "'tpot=80' is not like"),
         ("ttft:2s", "'ttft:2s' is not like"),
-        ("ttft=2s,e2el=3s", "'e2el=3s' is not like"),
+        ("ttft=2s,itl=3s", "'itl=3s' is not like"),
+        ("e2el=2s,request_latency:1", "'request_latency:1' says latency a second time"),
         ("ttft=2m", "'ttft=2m' is not like"),
         ("ttft=-2s", "'ttft=-2s' is not like"),
         ("ttft=s", "'ttft=s' is not like"),
@@ -216,9 +241,12 @@ def test_a_percentile_needs_enough_values() -> None:
     assert not is_small_sample(2, 50)
 
 
-def test_a_spread_has_the_mean_and_two_percentiles() -> None:
-    assert spread([4.0, 1.0, 2.0, 1.0]) == Spread(mean=2.0, p50=1.0, p99=4.0)
-    assert spread([]) == Spread(None, None, None)
+def test_a_spread_has_the_mean_and_three_percentiles() -> None:
+    assert spread([4.0, 1.0, 2.0, 1.0]) == Spread(mean=2.0, p50=1.0, p90=4.0, p99=4.0)
+    assert spread([1, 2, 3, 4, 100]).p99 == 100
+    assert spread([]) == Spread(None, None, None, None)
+    values = [random.Random(3).random() for _ in range(137)]
+    assert spread(values) == Spread(fmean(values), *(percentile(values, p) for p in (50, 90, 99)))
 
 
 RUN = [
@@ -256,15 +284,21 @@ def test_goodput_is_over_the_time_and_attainment_over_everything_sent() -> None:
 
 def test_times_are_of_completed_requests_and_lateness_is_of_all() -> None:
     summary = summarise(RUN, 5.0, SLOS)
-    assert summary.ttft_s == Spread(mean=3.75, p50=2.0, p99=9.0)
-    assert summary.tpot_s == Spread(mean=1 / 3, p50=0.25, p99=0.5)
+    assert summary.ttft_s == Spread(mean=3.75, p50=2.0, p90=9.0, p99=9.0)
+    assert summary.tpot_s == Spread(mean=1 / 3, p50=0.25, p90=0.5, p99=0.5)
+    assert summary.latency_s == Spread(mean=4.75, p50=2.0, p90=10.0, p99=10.0)
+    assert summary.output_tokens_per_s == 16 / 5
     assert summary.lateness_p99_s == 0.5
 
 
 def test_a_small_sample_is_named() -> None:
-    assert summarise(RUN, 5.0, {}).small_sample == ("ttft_s.p99", "tpot_s.p99", "lateness_p99_s")
+    assert summarise(RUN, 5.0, {}).small_sample == (
+        *("ttft_s.p90", "ttft_s.p99", "tpot_s.p90", "tpot_s.p99", "latency_s.p90", "latency_s.p99"),
+        "lateness_p99_s",
+    )
     ones = [record(num_output_tokens=1)] * 99
-    assert summarise([*ones, record()], 5.0, {}).small_sample == ("tpot_s.p50", "tpot_s.p99")
+    few = summarise([*ones, record()], 5.0, {})
+    assert few.small_sample == ("tpot_s.p50", "tpot_s.p90", "tpot_s.p99")
     assert summarise([record()] * 100, 5.0, {}).small_sample == ()
 
 
@@ -273,10 +307,10 @@ def test_a_summary_goes_into_json_with_the_keys_that_scripts_rely_on() -> None:
     assert json.loads(json.dumps(row, allow_nan=False)) == row
     assert set(row) == {
         *("num_requests", "completed", "failed", "rejected", "timed_out", "cancelled"),
-        *("duration_s", "throughput_per_s", "goodput_per_s", "attainment"),
-        *("ttft_s", "tpot_s", "lateness_p99_s", "small_sample"),
+        *("duration_s", "throughput_per_s", "output_tokens_per_s", "goodput_per_s", "attainment"),
+        *("ttft_s", "tpot_s", "latency_s", "lateness_p99_s", "small_sample"),
     }
-    assert row["ttft_s"] == {"mean": 3.75, "p50": 2.0, "p99": 9.0}
+    assert row["ttft_s"] == {"mean": 3.75, "p50": 2.0, "p90": 9.0, "p99": 9.0}
     assert row["attainment"] == {"strict": 0.2, "loose": 0.4}
 
 
@@ -288,7 +322,7 @@ def test_a_run_without_requests_has_no_values(duration_s: float) -> None:
     assert summary.throughput_per_s == rate
     assert summary.goodput_per_s == {"strict": rate, "loose": rate}
     assert summary.attainment == {"strict": None, "loose": None}
-    assert summary.ttft_s == summary.tpot_s == Spread(None, None, None)
+    assert summary.ttft_s == summary.tpot_s == Spread()
     assert summary.lateness_p99_s is None
     assert summary.small_sample == ()
     json.dumps(summary.as_dict(), allow_nan=False)
@@ -296,7 +330,7 @@ def test_a_run_without_requests_has_no_values(duration_s: float) -> None:
 
 def test_a_run_in_which_nothing_completed_has_no_times() -> None:
     summary = summarise([Record(0, 1, None, None, 0, "timed_out")], 2.0, SLOS)
-    assert summary.ttft_s == summary.tpot_s == Spread(None, None, None)
+    assert summary.ttft_s == summary.tpot_s == Spread()
     assert summary.attainment == {"strict": 0.0, "loose": 0.0}
     assert summary.lateness_p99_s == 1
 

@@ -1,9 +1,11 @@
 """What a run was worth: times per request, service level objectives, goodput.
 
-TTFT is the time to the first token, TPOT the time per output token after it, both as vLLM's bench
-defines them: from the moment the request was sent, and (latency - TTFT) / (output tokens - 1).
-Goodput is the number of requests that met their objective over the run's time. Everything that
-was sent counts: a request that failed, was refused, given up or cancelled met nothing.
+TTFT is the time to the first token, latency that to the last one, TPOT the time per output token
+after the first, (latency - TTFT) / (output tokens - 1), as vLLM's bench defines them: from the
+moment the request was sent. One that had to wait for a place among those in flight counts from when
+it was due: such waiting is the server's slowness, not the client's. Goodput is the number of
+requests that met their objective over the run's time. Everything that was sent counts: a request
+that failed, was refused, given up or cancelled met nothing. ``docs/metrics.md`` has all of it.
 """
 
 import dataclasses
@@ -17,8 +19,20 @@ from typing import Any, Literal, NamedTuple, get_args
 
 Outcome = Literal["completed", "failed", "rejected", "timed_out", "cancelled"]
 OUTCOMES: tuple[str, ...] = get_args(Outcome)
+PERCENTS = (50, 90, 99)
+LIMITS: Mapping[str, str] = {
+    "ttft": "ttft_s",
+    "tpot": "tpot_s",
+    "latency": "latency_s",
+    "e2el": "latency_s",  # vLLM's word
+    "time_to_first_token": "ttft_s",  # this and the next two: aiperf's
+    "inter_token_latency": "tpot_s",
+    "request_latency": "latency_s",
+}
+"""The field of an ``Slo`` by the name of a limit."""
 SLO_PART = re.compile(
-    r"(?P<name>ttft|tpot)(?:=(?P<number>[0-9.]+)(?P<unit>ms|s)|:(?P<number_ms>[0-9.]+))"
+    rf"(?P<name>{'|'.join(LIMITS)})"
+    r"(?:=(?P<number>[0-9.]+)(?P<unit>ms|s)|:(?P<number_ms>[0-9.]+))"
 )
 
 
@@ -26,8 +40,10 @@ SLO_PART = re.compile(
 class Record:
     """One request, as its client saw it; all times in seconds on one clock.
 
-    ``scheduled_s`` is when it was meant to be sent. ``first_token_s`` and ``end_s`` are None when
-    that did not come. Raises ValueError for times out of order, a negative number of tokens, an
+    ``scheduled_s`` is when it was meant to be sent. ``end_s`` is when the last token came, or when
+    a request ended that was not completed; it and ``first_token_s`` are None when that did not
+    come. ``slot_wait_s``: for how long it waited, before it was sent, until fewer requests were in
+    flight. Raises ValueError for times out of order, a negative number of tokens or wait, an
     unknown outcome, or a completed request without an end.
     """
 
@@ -37,6 +53,7 @@ class Record:
     end_s: float | None
     num_output_tokens: int
     outcome: Outcome
+    slot_wait_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.outcome not in OUTCOMES:
@@ -45,22 +62,29 @@ class Record:
             raise ValueError("a completed request has an end")
         if self.num_output_tokens < 0:
             raise ValueError(f"{self.num_output_tokens} output tokens cannot be")
+        if not 0 <= self.slot_wait_s < math.inf:
+            raise ValueError(f"a wait of {self.slot_wait_s} seconds cannot be")
         times = [time for time in (self.sent_s, self.first_token_s, self.end_s) if time is not None]
         if not all(map(math.isfinite, [self.scheduled_s, *times])) or times != sorted(times):
             raise ValueError(f"sent, first token and end must be in this order, not {times}")
 
     @property
     def lateness_s(self) -> float:
-        """How much later than meant the client sent it: the client's own fault."""
-        return self.sent_s - self.scheduled_s
+        """How much later than it could the client sent it: the client's own fault."""
+        return self._due_s - self.scheduled_s
+
+    @property
+    def _due_s(self) -> float:
+        """When it would have been sent if nobody had to wait for a place."""
+        return self.sent_s - self.slot_wait_s
 
     @property
     def latency_s(self) -> float | None:
-        return None if self.end_s is None else self.end_s - self.sent_s
+        return None if self.end_s is None else self.end_s - self._due_s
 
     @property
     def ttft_s(self) -> float | None:
-        return None if self.first_token_s is None else self.first_token_s - self.sent_s
+        return None if self.first_token_s is None else self.first_token_s - self._due_s
 
     @property
     def tpot_s(self) -> float | None:
@@ -72,19 +96,23 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """A service level objective: the longest TTFT and TPOT, in seconds; None is no limit."""
+    """A service level objective: the longest TTFT, TPOT and latency in seconds; None: no limit."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
+    latency_s: float | None = None
 
     def __post_init__(self) -> None:
-        for name, limit_s in (("ttft_s", self.ttft_s), ("tpot_s", self.tpot_s)):
+        for name in ("ttft_s", "tpot_s", "latency_s"):
+            limit_s = getattr(self, name)
             if limit_s is not None and not 0 < limit_s < math.inf:
                 raise ValueError(f"{name} must be more than 0 and finite, not {limit_s}")
 
     def met(self, record: Record) -> bool:
-        """Only a completed request can; one of a single token is judged by its TTFT alone."""
+        """Only a completed request can; one of a single token has no TPOT to be judged by."""
         if record.outcome != "completed" or not _within(record.ttft_s, self.ttft_s):
+            return False
+        if not _within(record.latency_s, self.latency_s):
             return False
         return record.num_output_tokens < 2 or _within(record.tpot_s, self.tpot_s)
 
@@ -95,7 +123,8 @@ def _within(time_s: float | None, limit_s: float | None) -> bool:
 
 
 def parse_slo(text: str) -> Slo:
-    """``ttft=2s,tpot=80ms``, or vLLM's ``ttft:2000 tpot:80`` in milliseconds; either part may lack.
+    """``ttft=2s,tpot=80ms,latency=10s``; vLLM's ``ttft:2000 tpot:80 e2el:10000`` or aiperf's
+    ``time_to_first_token:2000 inter_token_latency:80``, both in milliseconds; any part may lack.
 
     Raises ValueError that names the part that is wrong.
     """
@@ -104,10 +133,11 @@ def parse_slo(text: str) -> Slo:
         found = SLO_PART.fullmatch(part)
         if found is None:
             raise ValueError(f"{part!r} is not like ttft=2s, tpot=80ms or ttft:2000 (milliseconds)")
-        if found["name"] in limits_s:
-            raise ValueError(f"{part!r} says {found['name']} a second time")
-        limits_s[found["name"]] = _limit_s(part, found)
-    return Slo(limits_s.get("ttft"), limits_s.get("tpot"))
+        name = LIMITS[found["name"]]
+        if name in limits_s:
+            raise ValueError(f"{part!r} says {name.removesuffix('_s')} a second time")
+        limits_s[name] = _limit_s(part, found)
+    return Slo(**limits_s)
 
 
 def _limit_s(part: str, found: re.Match[str]) -> float:
@@ -155,8 +185,12 @@ def percentile(values: Sequence[float], percent: int) -> float | None:
     """
     if not 1 <= percent <= 100:
         raise ValueError(f"a percentile is 1 to 100, not {percent}")
-    rank = -(-percent * len(values) // 100)  # rounded up, in integers
-    return sorted(values)[rank - 1] if values else None
+    return sorted(values)[_rank(len(values), percent)] if values else None
+
+
+def _rank(num_values: int, percent: int) -> int:
+    """Counted from 0. Rounded up, in integers."""
+    return -(-percent * num_values // 100) - 1
 
 
 def is_small_sample(num_values: int, percent: int) -> bool:
@@ -168,24 +202,28 @@ def is_small_sample(num_values: int, percent: int) -> bool:
 class Spread:
     """Seconds; None without values. Percentiles are by nearest rank."""
 
-    mean: float | None
-    p50: float | None
-    p99: float | None
+    mean: float | None = None
+    p50: float | None = None
+    p90: float | None = None
+    p99: float | None = None
 
 
 def spread(values: Sequence[float]) -> Spread:
-    mean = fmean(values) if values else None
-    return Spread(mean, percentile(values, 50), percentile(values, 99))
+    if not values:
+        return Spread()
+    ordered = sorted(values)
+    return Spread(fmean(ordered), *(ordered[_rank(len(ordered), each)] for each in PERCENTS))
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
     """A run. Each request is counted under one outcome, so the five add up to ``num_requests``.
 
-    ``ttft_s`` and ``tpot_s`` are those of completed requests, ``lateness_p99_s`` is of all.
-    ``goodput_per_s`` and ``attainment`` have a value per objective: the requests that met it, over
-    the duration and over all requests. None where there is nothing to divide by. ``small_sample``
-    names the percentiles that come from too few values to be trusted.
+    ``ttft_s``, ``tpot_s``, ``latency_s`` and ``output_tokens_per_s`` are those of completed
+    requests, ``lateness_p99_s`` is of all. ``goodput_per_s`` and ``attainment`` have a value per
+    objective: the requests that met it, over the duration and over all requests. None where there
+    is nothing to divide by. ``small_sample`` names the percentiles that come from too few values
+    to be trusted.
     """
 
     num_requests: int
@@ -196,10 +234,12 @@ class Summary:
     cancelled: int
     duration_s: float
     throughput_per_s: float | None
+    output_tokens_per_s: float | None
     goodput_per_s: Mapping[str, float | None]
     attainment: Mapping[str, float | None]
     ttft_s: Spread
     tpot_s: Spread
+    latency_s: Spread
     lateness_p99_s: float | None
     small_sample: tuple[str, ...]
 
@@ -218,16 +258,14 @@ def summarise(records: Sequence[Record], duration_s: float, slos: Mapping[str, S
     count = Counter(record.outcome for record in records)
     num_met = {name: sum(map(slo.met, records)) for name, slo in slos.items()}
     completed = [record for record in records if record.outcome == "completed"]
-    ttfts_s = [record.ttft_s for record in completed if record.ttft_s is not None]
-    tpots_s = [record.tpot_s for record in completed if record.tpot_s is not None]
-    latenesses_s = [record.lateness_s for record in records]
-    percentiles = {
-        "ttft_s.p50": (ttfts_s, 50),
-        "ttft_s.p99": (ttfts_s, 99),
-        "tpot_s.p50": (tpots_s, 50),
-        "tpot_s.p99": (tpots_s, 99),
-        "lateness_p99_s": (latenesses_s, 99),
+    times_s = {
+        name: [time_s for record in completed if (time_s := getattr(record, name)) is not None]
+        for name in ("ttft_s", "tpot_s", "latency_s")
     }
+    latenesses_s = [record.lateness_s for record in records]
+    small = [name for key, values in times_s.items() for name in small_samples(key, len(values))]
+    if records and is_small_sample(len(records), 99):
+        small.append("lateness_p99_s")
     return Summary(
         num_requests=len(records),
         completed=count["completed"],
@@ -237,17 +275,19 @@ def summarise(records: Sequence[Record], duration_s: float, slos: Mapping[str, S
         cancelled=count["cancelled"],
         duration_s=duration_s,
         throughput_per_s=_over(count["completed"], duration_s),
+        output_tokens_per_s=_over(sum(each.num_output_tokens for each in completed), duration_s),
         goodput_per_s={name: _over(num, duration_s) for name, num in num_met.items()},
         attainment={name: _over(num, len(records)) for name, num in num_met.items()},
-        ttft_s=spread(ttfts_s),
-        tpot_s=spread(tpots_s),
+        **{name: spread(values) for name, values in times_s.items()},
         lateness_p99_s=percentile(latenesses_s, 99),
-        small_sample=tuple(
-            name
-            for name, (values, percent) in percentiles.items()
-            if values and is_small_sample(len(values), percent)  # a None speaks for itself
-        ),
+        small_sample=tuple(small),
     )
+
+
+def small_samples(name: str, num_values: int) -> list[str]:
+    """Which percentiles of a spread are not to be trusted; without values they are None anyway."""
+    percents = [each for each in PERCENTS if num_values and is_small_sample(num_values, each)]
+    return [f"{name}.p{each}" for each in percents]
 
 
 def _over(number: int, whole: float) -> float | None:

@@ -3,12 +3,16 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
+
+from easerve.bench.job import Planned
+from easerve.bench.sample import Sample
+from easerve.goodput import Record
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 PATIENCE_S, POLL_S = 5.0, 0.001
@@ -36,6 +40,7 @@ def usage(num_tokens: int) -> bytes:
     return event({"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": num_tokens}})
 
 
+QUESTION: dict[str, Any] = {"messages": [{"role": "user", "content": "why?"}]}
 ANSWER = (chunk("", role="assistant"), chunk("a"), chunk("b", "stop"), usage(2), DONE)
 
 
@@ -135,3 +140,16 @@ async def stand_in() -> AsyncIterator[StandIn]:
         yield server
     finally:
         await runner.cleanup()
+
+
+def planned(*times_s: float) -> list[Planned]:
+    """Requests that are told apart by their ``n``."""
+    return [Planned(at_s, {**QUESTION, "n": n}) for n, at_s in enumerate(times_s)]
+
+
+def numbers(server: StandIn) -> list[int]:
+    return [json.loads(body)["n"] for body in server.bodies]
+
+
+def records_of(samples: Sequence[Sample]) -> list[Record]:
+    return [sample.record for sample in samples]

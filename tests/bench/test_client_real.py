@@ -14,10 +14,11 @@ async def test_the_real_server() -> None:
             Planned(0.01, body(ask_about("what?", picture("red")))),
             Planned(0.02, body("hello", model="unknown")),
         ]
-        records = await run_load(server.url, MODEL, requests)
+        samples = await run_load(server.url, MODEL, requests)
         await server.idle()
     finally:
         await server.stop()
+    records = [sample.record for sample in samples]
     assert [record.outcome for record in records] == ["completed", "completed", "failed"]
     expected = [answer_words("hello"), answer_words("what?", picture("red"))]
     assert [record.num_output_tokens for record in records[:2]] == list(map(len, expected))

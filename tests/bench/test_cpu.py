@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from easerve.bench.cpu import cpu_seconds, usable_cores
+from easerve.bench.cpu import children, cpu_seconds, scheduled_s, thread_s, usable_cores
 
 BURN_S = 0.15
 BURN = (
@@ -84,3 +84,31 @@ def test_a_descendant_that_has_ended_still_counts() -> None:
 
 def test_usable_cores() -> None:
     assert 1 <= usable_cores() <= (os.cpu_count() or 1)
+
+
+def test_the_scheduler_counts_threads_that_live() -> None:
+    text = (
+        "import threading\n"
+        "done, wait = threading.Event(), threading.Event()\n"
+        "threading.Thread(target=lambda: (burn(), done.set(), wait.wait()), daemon=True).start()\n"
+        "done.wait(); print(flush=True)\n"
+    )
+    with program(text) as process:
+        said(process)
+        # Burning is measured for the process: the thread has as much but for the start.
+        assert scheduled_s(process.pid) > BURN_S
+        assert thread_s(process.pid, process.pid) < scheduled_s(process.pid)
+
+
+def test_nobody_has_used_nothing() -> None:
+    with program("print(flush=True)\n") as process:
+        said(process)
+    assert (scheduled_s(process.pid), thread_s(process.pid, process.pid)) == (0, 0)
+    assert children(process.pid) == []
+
+
+def test_children() -> None:
+    with program(PARENT) as process:
+        child = int(said(process))
+        assert children(process.pid) == [child]
+        assert process.pid in children(os.getpid())

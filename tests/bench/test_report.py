@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from easerve.bench.report import Chart, Section, Series, Table, html, shown
+from easerve.bench.report import Chart, Section, Series, Spans, Table, html, shown
 
 EVIL = "<b>bold</b> & </script><script>alert(1)</script> \"q\" 'a'"
 VOID = {"meta"}
@@ -61,14 +61,17 @@ def page() -> str:
     """A page whose every text is hostile."""
     table = Table(EVIL, [EVIL, "n"], [[EVIL, 1], ["x", None]])
     chart = Chart(EVIL, EVIL, EVIL, [Series(EVIL, [EVIL], [1]), Series("two", ["x"], [2])])
-    return html(EVIL, [Section(EVIL, f"{EVIL}\n\n \n\nsecond", [table, chart, LINES, BARS])])
+    text = f"{EVIL}\n\n \n\nsecond"
+    return html(EVIL, [Section(EVIL, text, [table, chart, LINES, BARS], alert=EVIL)])
 
 
 def test_texts_are_escaped(page: str) -> None:
     seen = Page(page)
-    assert seen.texts.count(EVIL) == 8  # title, h1, h2, a paragraph, 2 captions, a column, a cell
+    # title, h1, h2, alert, a paragraph, 2 captions, a column, a cell; of the listed chart as many
+    # as it has: two columns and a row
+    assert seen.texts.count(EVIL) == 9 + 3
     assert not {"b", "alert"} & {tag for tag, _ in seen.elements}
-    assert seen.count("script") == 1 + 3  # plotly.js and a chart each
+    assert seen.count("script") == 1 + 3 + 1  # plotly.js, a chart each, printing
 
 
 def test_texts_in_charts_are_escaped_for_plotly(page: str) -> None:
@@ -100,8 +103,11 @@ def test_a_page_fits_a_phone(page: str) -> None:
         seen.elements
     )
     assert "max-width" in page
-    before = {later[0]: earlier for earlier, later in pairwise(seen.elements)}
-    assert before["table"] == ("div", {"class": "scroll", "tabindex": "0"})
+    for earlier, (tag, _) in pairwise(seen.elements):
+        if tag == "table":
+            assert earlier[0] == "div"
+            assert earlier[1]["class"] == "scroll"
+            assert earlier[1]["tabindex"] == "0"
     assert page.count('"responsive": true') == 3
 
 
@@ -119,22 +125,45 @@ def test_a_table_is_a_table() -> None:
     assert '<td>a</td><td class="number">1</td>' in text
 
 
-def test_lines() -> None:
-    text = html("t", [Section("s", parts=[LINES])])
-    (((trace,), layout),) = charts_of(text)
-    assert (trace["type"], trace["x"], trace["y"]) == ("scatter", [1, 2.5], [0.5, None])
-    assert layout["xaxis"]["type"] == "linear"
-    assert not layout["showlegend"]
-    (limit,) = layout["shapes"]
-    assert (limit["y0"], limit["y1"]) == (2, 2)
+def test_long_texts_may_be_broken_and_short_ones_not() -> None:
+    table = Table("c", ["name", "cause"], [["a", "a whole sentence of words"]])
+    text = html("t", [Section("s", parts=[table])])
+    assert '<td>a</td><td class="words">a whole sentence of words</td>' in text
 
 
-def test_bars_by_names_that_look_like_numbers_and_dates() -> None:
-    text = html("t", [Section("s", parts=[BARS])])
-    (((trace,), layout),) = charts_of(text)
-    assert (trace["type"], trace["x"], trace["y"]) == ("bar", ["1", "2024-01-01"], [3, 4])
-    assert layout["xaxis"]["type"] == "category"
-    assert "shapes" not in layout
+def test_an_alert_is_told_before_anything_else() -> None:
+    seen = Page(html("t", [Section("s", "text", [LINES], alert="do not trust this")]))
+    at = seen.elements.index(("p", {"class": "alert", "role": "alert"}))
+    assert at < seen.elements.index(("p", {}))
+    assert ("p", {"class": "alert", "role": "alert"}) not in Page(html("t", [])).elements
+
+
+def test_a_chart_is_told_in_words_and_its_points_in_a_table() -> None:
+    seen = Page(html("t", [Section("s", parts=[LINES])]))
+    told = next(each for _, each in seen.elements if each.get("role") == "img")["aria-label"]
+    assert told == "Lines: lines; goodput (1/s) by rate (1/s). one: 0.5 at 1. Marked: 2."
+    assert seen.texts[-6:] == ["rate (1/s)", "one", "1", "0.5", "2.5", "–"]
+
+
+def test_many_points_are_not_listed() -> None:
+    many = list(range(100))
+    chart = Chart("lines", "x", "y", [Series("one", many, many)])
+    assert Page(html("t", [Section("s", parts=[chart])])).count("table") == 0
+
+
+def test_what_is_narrow_stands_side_by_side() -> None:
+    aligned = Chart("c", "x", "y", [Series("one", [1], [1])], aligned=True)
+    spans = Chart("c", "x", "y", [Spans("one", ["a"], [0], [1])], "spans")
+    wide = Table("t", ["x"], [["w" * 80]])
+    narrow = Table("t", ["x"], [["w"]])
+    parts: list[Table | Chart] = [narrow, narrow, wide, LINES, BARS, aligned, spans]
+    seen = Page(html("t", [Section("s", parts=parts)]))
+    assert seen.elements.count(("div", {"class": "beside"})) == 2  # two tables, two charts
+    assert seen.count("figure") == len(parts)
+
+
+def test_a_page_without_charts_has_no_script() -> None:
+    assert Page(html("t", [Section("s", "text")])).count("script") == 0
 
 
 @pytest.mark.parametrize(

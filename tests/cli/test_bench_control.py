@@ -86,7 +86,6 @@ def test_beside_a_router_that_fails(tmp_path: Path, capsys: pytest.CaptureFixtur
         ROUTER: 40,
         ROUTER_PD: 40,
     }
-    assert result["ratio_vs_router"] is None  # nothing was passed on
 
 
 def test_a_router_that_does_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,14 +105,18 @@ def test_the_figures_are_of_the_rate_next_to_200() -> None:
     def row(added_s: float) -> dict[str, Any]:
         return {OURS: {"added_p50_s": added_s, "added_p99_s": 2 * added_s}}
 
-    full = {OURS: {"req_per_s": 900.0, "cpu_s": 1e-3}, ROUTER_PD: {"req_per_s": 1800.0}}
-    loads = {
-        "text": {"rates": {"50": row(1.0), "180": row(2.0), "500": row(3.0)}, "saturated": full}
+    full = {
+        DIRECT: {"req_per_s": 1000.0},
+        OURS: {"req_per_s": 900.0, "cpu_s": 1e-3},
+        ROUTER_PD: {"req_per_s": 1800.0, "cpu_s": 2.5e-4},
     }
-    assert control.figures(loads) == {
+    rates = {"50": row(1.0), "180": row(2.0), "500": row(3.0)}
+    assert control.figures({"text": {"rates": rates, "saturated": full}}) == {
         "added_p50_s": 2.0,
         "added_p99_s": 4.0,
         "max_req_per_s": 900.0,
+        "is_client_bound": False,
         "cpu_s_per_request": 1e-3,
-        "ratio_vs_router": 0.5,
+        "req_per_s_of_a_core": 1000.0,
+        "ratio_vs_router": 0.25,
     }

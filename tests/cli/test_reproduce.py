@@ -23,6 +23,8 @@ from easerve.cli.reproduce.verdicts import Results, Verdict, compared
 from easerve.config import ConfigError
 from tests.cli import reproduction
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -12,6 +12,8 @@ from easerve.cli.reproduce.runner import Outcome, rounded
 from easerve.config import ConfigError
 from tests.cli import reproduction
 
+pytestmark = pytest.mark.long
+
 POINT = Point("systems", "untuned", "e2 b1", "vllm-epd", 2.5, 3)
 
 

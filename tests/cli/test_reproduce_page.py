@@ -14,6 +14,8 @@ from easerve.sim.config import SECTIONS
 from easerve.sim.scenario import Anchor, Rival
 from tests.cli import reproduction
 
+pytestmark = pytest.mark.long
+
 
 def test_every_anchor_has_a_row_with_both_sets_and_verdicts(tmp_path: Path) -> None:
     text = pages.main(reproduction.page(tmp_path))

@@ -28,6 +28,8 @@ from easerve.types import Stage, WorkerId
 
 from ..processes import is_alive, wait_until
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 LOCAL, ALL = "local-prefill-0", ["encode-0", "local-prefill-0", "prefill-0", "decode-0"]
 NO_COUNTS: dict[str, Any] = {each.name: 0 for each in fields(State)}

@@ -193,6 +193,38 @@ async def test_who_leaves_a_stream_cancels_the_request(server: Server, pool: Poo
     await until(lambda: server.num_closed)
 
 
+async def test_who_is_cancelled_when_the_reply_has_come_leaves_nothing_behind(
+    server: Server, pool: Pool
+) -> None:
+    """In that very instant: the reply is here, and nobody has taken it."""
+    server.answer = server.reply()
+    call = asyncio.create_task(pool.call("GET", "/"))
+    await until(lambda: server.requests)
+    (connection,) = pool._used
+    connection.data_received(OK)
+    assert connection.complete
+    call.cancel()
+    await asyncio.wait([call])
+    server.answer = server.reply(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nother")
+    assert await pool.call("GET", "/") == (200, b"other")
+
+
+@pytest.mark.parametrize("num_taken", [1, 2])
+async def test_who_leaves_a_stream_that_has_ended_leaves_nothing_behind(
+    server: Server, pool: Pool, num_taken: int
+) -> None:
+    chunks = b"2\r\nhi\r\n2\r\nyo\r\n0\r\n\r\n"
+    server.answer = server.reply(CHUNKED, chunks)
+    stream = pool.stream("/", b"")
+    await anext(stream)
+    await until(lambda: all(each.complete for each in pool._used))
+    for _ in range(num_taken - 1):
+        await anext(stream)
+    await stream.aclose()  # type: ignore[attr-defined]
+    server.answer = server.reply(OK)
+    assert await pool.call("GET", "/") == (200, b"hi")
+
+
 async def test_a_reader_that_is_slow_slows_the_engine_down(server: Server, pool: Pool) -> None:
     piece, sent = b"%x\r\n%b\r\n" % (1 << 16, bytes(1 << 16)), 0
 

@@ -38,6 +38,8 @@ from .server import (
     until,
 )
 
+pytestmark = pytest.mark.long
+
 RED, GREEN = picture("red"), picture("green")
 BOTH_SIDES = ("e0", "l0", "p0", "d0")
 LOCAL, REMOTE = {"remote_share": 0.0}, {"remote_share": 1.0}

@@ -36,6 +36,8 @@ from .modelled import Costs, Setup, simulated, with_policy
 from .play import play
 from .scenarios import SCENARIOS, write
 
+pytestmark = pytest.mark.long
+
 # A forward takes as many milliseconds as the item has tokens, a prompt as it has.
 COSTS = Costs(0.0, 0.001, 0.0, 0.001, 0.01, 0.0)
 TOKENS = (20, 40, 180)

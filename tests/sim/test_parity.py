@@ -29,6 +29,8 @@ from easerve.types import NS_PER_S, Modality, WorkerId
 
 from .modelled import Costs, Setup, Story, driven, simulated, with_policy
 
+pytestmark = pytest.mark.long
+
 Trace: TypeAlias = tuple[Setup, list[Request], list[Failure]]
 Kind: TypeAlias = Callable[[random.Random], Trace]
 NUM_SEEDS = 20

@@ -3,15 +3,25 @@ import math
 import random
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from easerve.workload.arrivals import KINDS, Arrivals, poisson_steps, read_trace
+from easerve.workload.arrivals import (
+    KINDS,
+    Arrivals,
+    parse,
+    parse_steps,
+    poisson_steps,
+    read_trace,
+)
 
 POISSON = Arrivals("poisson", rate_per_s=4)
 BURSTY = Arrivals("gamma", rate_per_s=4, cv=2)
 EVEN = Arrivals("gamma", rate_per_s=4, cv=0.5)
 CONSTANT = Arrivals("constant", rate_per_s=4)
+RAMP = Arrivals("ramp", rate_per_s=2, end_rate_per_s=8)
+STEPS = Arrivals("steps", steps=((50.0, 2.0), (0.0, 1.0), (200.0, 1.0)))
 DRAWN = (POISSON, BURSTY, EVEN)
 SEEDS = range(20)
 
@@ -101,9 +111,9 @@ def test_a_variation_that_cannot_be_is_refused(cv: float) -> None:
 
 
 def test_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(ValueError, match="poisson, gamma, constant, trace, not 'uniform'"):
+    with pytest.raises(ValueError, match="trace, ramp, steps, immediate, not 'uniform'"):
         Arrivals("uniform", rate_per_s=1)
-    assert KINDS == ("poisson", "gamma", "constant", "trace")
+    assert KINDS == ("poisson", "gamma", "constant", "trace", "ramp", "steps", "immediate")
 
 
 def test_a_kind_needs_its_parameters_and_takes_no_others() -> None:
@@ -219,3 +229,133 @@ def test_what_is_not_drawn_is_not_rescaled() -> None:
         Arrivals("constant", 4, rescaled=True)
     with pytest.raises(ValueError, match="trace arrivals are not drawn and take no rescaled"):
         Arrivals("trace", path=Path("a"), rescaled=True)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_thousand_poisson_gaps_vary_as_they_should(seed: int) -> None:
+    found = gaps(Arrivals("poisson", rate_per_s=50), seed, 1000)
+    assert 0.9 <= statistics.pstdev(found) / statistics.fmean(found) <= 1.1
+
+
+@pytest.mark.parametrize("arrivals", [RAMP, Arrivals("ramp", 8, end_rate_per_s=2)])
+def test_a_ramp_has_the_expected_number_by_any_time(arrivals: Arrivals) -> None:
+    """Of n requests, start·t + (end - start)·t² / 2T by t, where T = 2n / (start + end)."""
+    start, end = arrivals.rate_per_s, arrivals.end_rate_per_s
+    assert start is not None
+    assert end is not None
+    num, whole_s = 1000, 2 * 1000 / (start + end)
+    counts = dict.fromkeys((0.25, 0.5, 0.75, 0.95), 0)
+    for seed in SEEDS:
+        times = arrivals.times(num, random.Random(seed))
+        assert times == sorted(times)
+        assert times[0] > 0
+        for share in counts:
+            counts[share] += sum(time <= share * whole_s for time in times)
+    for share, count in counts.items():
+        time_s = share * whole_s
+        mean = (start * time_s + (end - start) * time_s**2 / (2 * whole_s)) * len(SEEDS)
+        assert count == pytest.approx(mean, abs=4 * math.sqrt(mean))
+
+
+def test_a_ramp_goes_on_at_its_last_rate() -> None:
+    ends = [RAMP.times(20, random.Random(seed))[-1] for seed in range(200)]
+    assert max(ends) > 2 * 20 / 10  # some end after the ramp has
+    assert statistics.fmean(ends) == pytest.approx(4, rel=0.1)
+
+
+def test_a_ramp_between_equal_rates_is_poisson() -> None:
+    flat = Arrivals("ramp", 4, end_rate_per_s=4).times(200, random.Random(3))
+    assert flat == pytest.approx(POISSON.times(200, random.Random(3)))
+
+
+def test_a_ramp_is_the_same_bit_for_bit() -> None:
+    assert RAMP.times(50, random.Random(3)) == RAMP.times(50, random.Random(3))
+    assert RAMP.times(0, random.Random(3)) == []
+
+
+def test_steps_come_again_until_there_are_enough() -> None:
+    once = poisson_steps(STEPS.steps or (), random.Random(4))
+    times = STEPS.times(1000, random.Random(4))
+    assert times[: len(once)] == once == STEPS.whole(random.Random(4))
+    assert times == sorted(times)
+    assert STEPS.times(300, random.Random(4)) == times[:300]
+    phases = [time_s % 4 for time_s in times if time_s < times[-1] // 4 * 4]
+    assert not [phase for phase in phases if 2 <= phase < 3]
+    assert sum(phase < 2 for phase in phases) == pytest.approx(len(phases) / 3, rel=0.2)
+
+
+def test_immediate_arrivals_are_all_at_the_start_and_draw_nothing() -> None:
+    rng = random.Random(1)
+    state = rng.getstate()
+    assert Arrivals("immediate").times(3, rng) == [0, 0, 0]
+    assert rng.getstate() == state
+
+
+def test_only_what_has_an_end_has_a_whole(tmp_path: Path) -> None:
+    assert POISSON.whole(random.Random(1)) is None
+    assert Arrivals("trace", path=trace(tmp_path, "1\n2\n")).whole(random.Random(1)) == [1, 2]
+
+
+@pytest.mark.parametrize("rate", [0, -1, math.inf, math.nan])
+def test_an_end_rate_that_cannot_be_is_refused(rate: float) -> None:
+    with pytest.raises(ValueError, match="end_rate_per_s must be more than 0 and finite"):
+        Arrivals("ramp", 1, end_rate_per_s=rate)
+
+
+def test_steps_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match="a step cannot have a rate of -1"):
+        Arrivals("steps", steps=((1, 1), (-1, 1)))
+    for nothing in ((), ((0.0, 5.0),)):
+        with pytest.raises(ValueError, match="one of the steps must have a rate"):
+            Arrivals("steps", steps=nothing)
+    with pytest.raises(ValueError, match="steps arrivals take no rate_per_s"):
+        Arrivals("steps", 1, steps=((1, 1),))
+    with pytest.raises(ValueError, match="immediate arrivals take no rate_per_s"):
+        Arrivals("immediate", 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "arrivals"),
+    [
+        ({"rate": "4"}, POISSON),
+        ({"rate": "4", "kind": "constant"}, CONSTANT),
+        ({"rate": "4", "cv": 2}, BURSTY),
+        ({"rate": "4", "cv": 2, "kind": "gamma"}, BURSTY),
+        ({"rate": "2", "end_rate": "8"}, RAMP),
+        ({"steps": "50x2, 0x1,200×1"}, STEPS),
+        ({"rate": "inf"}, Arrivals("immediate")),
+        ({"rate": " Inf", "kind": "poisson"}, Arrivals("immediate")),
+        ({"kind": "immediate"}, Arrivals("immediate")),
+        ({"kind": "immediate", "rate": "inf"}, Arrivals("immediate")),
+        ({"path": Path("a")}, Arrivals("trace", path=Path("a"))),
+    ],
+)
+def test_words_of_a_command_line(words: dict[str, Any], arrivals: Arrivals) -> None:
+    assert parse(**words) == arrivals
+
+
+@pytest.mark.parametrize(
+    ("words", "wrong"),
+    [
+        ({}, "poisson arrivals need rate_per_s"),
+        ({"rate": "fast"}, "a rate is a number of requests per second, not 'fast'"),
+        ({"rate": "nan"}, "more than 0 and finite, not nan"),
+        ({"rate": "0"}, "more than 0 and finite, not 0"),
+        ({"rate": "-inf"}, "more than 0 and finite, not -inf"),
+        ({"rate": "4", "kind": "immediate"}, "immediate arrivals take no rate_per_s"),
+        ({"rate": "inf", "cv": 2}, "immediate arrivals take no cv"),
+        ({"rate": "inf", "end_rate": "2"}, "rate_per_s must be more than 0 and finite"),
+        ({"rate": "4", "path": Path("a")}, "trace arrivals take no rate_per_s"),
+        ({"rate": "4", "kind": "gamma"}, "gamma arrivals need cv"),
+        ({"steps": "5x60,x"}, "'x' is not like 5x60"),
+        ({"steps": "5"}, "'5' is not like 5x60"),
+        ({"steps": "5x-1"}, "a step cannot have a rate of 5.0 for -1.0 seconds"),
+    ],
+)
+def test_words_that_cannot_be_are_refused(words: dict[str, Any], wrong: str) -> None:
+    with pytest.raises(ValueError, match=wrong):
+        parse(**words)
+
+
+def test_steps_as_words() -> None:
+    assert parse_steps("5x60,20x30") == ((5, 60), (20, 30))

@@ -15,6 +15,7 @@ from easerve.workload.multimodal import (
     Item,
     Mix,
     Request,
+    parse_items,
     request,
     requests,
     utterance_s,
@@ -107,6 +108,9 @@ def test_tokens_go_from_the_least_to_the_most() -> None:
         ({"items": (Item(weight=0),)}, "one of the items must have a weight"),
         ({"num_text_tokens": (0, 5)}, "num_text_tokens must go from 1"),
         ({"num_output_tokens": (6, 5)}, "num_output_tokens must go from 1"),
+        ({"num_items": (2, 1)}, "num_items must go upwards in 0 to 256, not 2 to 1"),
+        ({"num_items": (-1, 1)}, "num_items must go upwards in 0 to 256"),
+        ({"num_items": (1, 257)}, "num_items must go upwards in 0 to 256"),
     ],
 )
 def test_a_mix_that_cannot_be_is_refused(of_mix: dict[str, Any], wrong: str) -> None:
@@ -160,3 +164,78 @@ def test_librispeech_is_test_clean_unless_it_is_said() -> None:
     assert len({tuple(durations(corpus, 50)) for corpus in CORPORA}) == len(PARTS)
     sounds = [made.items[0] for made in run(PRESETS["librispeech"])]
     assert all(isinstance(sound, Sound) and 1.3 <= sound.seconds <= 35 for sound in sounds)
+
+
+def test_a_request_of_one_item_draws_what_it_always_drew() -> None:
+    """Scenarios have their published figures from these draws."""
+    mix = Mix((item(image="60x60"), item(audio_s=[1, 9]), item()), (5, 50), (1, 9))
+    for index in range(50):
+        rng = random.Random(f"7:{index}")
+        output, text = rng.randint(1, 9), rng.randint(5, 50)
+        [chosen] = rng.choices(mix.items, [1, 1, 1])
+        content = chosen.draw(rng)
+        assert request(mix, 7, index) == Request((content,) if content else (), text, output)
+
+
+def test_numbers_of_items_go_from_the_least_to_the_most() -> None:
+    made = run(Mix((item(image="60x60"), item(audio_s=1)), num_items=(0, 3)), 2000)
+    counts = Counter(len(each.items) for each in made)
+    assert set(counts) == {0, 1, 2, 3}
+    assert max(counts.values()) - min(counts.values()) < 150
+    assert len({each.items for each in made}) == 1 + 2 + 4 + 8
+    assert {len(each.items) for each in run(Mix((item(image="8x8"),), num_items=(2, 2)))} == {2}
+
+
+def test_items_that_are_text_only_add_none() -> None:
+    made = run(Mix((item(image="60x60"), item()), num_items=(2, 2)), 400)
+    assert {len(each.items) for each in made} == {0, 1, 2}
+
+
+def test_presets_of_a_bench() -> None:
+    assert {each.items for each in run(PRESETS["text"])} == {()}
+    kinds = Counter(type(each.items[0]) if each.items else None for each in run(PRESETS["mix"]))
+    shares = {kind: count / 400 for kind, count in kinds.items()}
+    expected = {Picture: 0.4, Video: 0.1, Sound: 0.2, None: 0.3}
+    assert shares == pytest.approx(expected, abs=0.08)
+
+
+@pytest.mark.parametrize(
+    ("text", "items"),
+    [
+        ("{image: 1280x720}", (item(image="1280x720"),)),
+        (
+            "[{video: 640x360, frames: 16, weight: 2}, {audio_s: [2, 16]}, {}]",
+            (item(video="640x360", frames=16, weight=2), item(audio_s=[2, 16]), item()),
+        ),
+        ("{}", (item(),)),
+        (
+            " {(256, 128, 1): 0.5, (720, 1280, 16): 0.25}",
+            (
+                item(image="128x256", weight=0.5),
+                item(video="1280x720", frames=16, weight=0.25),
+            ),
+        ),
+    ],
+)
+def test_items_as_words(text: str, items: tuple[Item, ...]) -> None:
+    assert parse_items(text) == items
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("[", "is not like"),
+        ("", "valid dictionary"),
+        ("[]", "has no items"),
+        ("picture", "valid dictionary"),
+        ("{image: 12}", "image: Input should be a valid tuple"),
+        ("{picture: 1x1}", "picture: Extra inputs"),
+        ("{(1, 2): 3}", "is not like {.height, width, frames.: weight}"),
+        ("{(1, 2, 3)}", "is not like {.height"),
+        ("{(0, 2, 1): 1}", "is not like {.height"),
+        ("{(2, 2, 1): 1", "is not like {.height"),
+    ],
+)
+def test_words_that_are_no_items(text: str, wrong: str) -> None:
+    with pytest.raises(ValueError, match=wrong):
+        parse_items(text)

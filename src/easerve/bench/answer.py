@@ -1,4 +1,4 @@
-"""Reading an OpenAI answer, streamed or whole, for what is measured: first token, end, tokens.
+"""Reading an OpenAI answer, streamed or whole, for what is measured: tokens and when they came.
 
 What is not declared here msgspec skips. That takes half a microsecond per chunk, a sixth of what
 ``json.loads`` takes.
@@ -10,62 +10,93 @@ from typing import Annotated, Any
 import msgspec
 
 MAX_MESSAGE_BYTES = 1000
+BROKEN = ("abort", "error")
+"""Reasons of vLLM to end an answer that is not whole."""
 # What decoding raises: no JSON or not of our form, no text, too deep.
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class _Delta(msgspec.Struct):
+class _Message(msgspec.Struct):
+    """A part of one, or all of it."""
+
     content: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[msgspec.Raw] | None = None
 
+    @property
+    def has_text(self) -> bool:
+        return bool(self.content or self.reasoning or self.reasoning_content or self.tool_calls)
+
 
 class _Choice(msgspec.Struct):
-    delta: _Delta | None = None
+    delta: _Message | None = None
+    message: _Message | None = None
     text: str | None = None
     finish_reason: str | None = None
 
     @property
+    def has_text(self) -> bool:
+        message = self.delta or self.message
+        return bool(self.text) if message is None else message.has_text
+
+    @property
     def has_token(self) -> bool:
-        if self.delta is None:
-            return bool(self.text)
-        delta = self.delta
-        return bool(delta.content or delta.reasoning or delta.reasoning_content or delta.tool_calls)
+        """One without text is the token that ends the answer."""
+        return self.has_text or self.finish_reason is not None
 
 
 class _Usage(msgspec.Struct):
-    completion_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    prompt_tokens: Count | None = None
+    completion_tokens: Count | None = None
 
 
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
     error: Any = None
+    object: Any = None
+    message: Any = None
+
+    @property
+    def what_is_wrong(self) -> str | None:
+        """An error as OpenAI words it, as older vLLMs do, or in place of a reason to end."""
+        if self.error is not None:
+            error = self.error
+            return str(error.get("message", error) if isinstance(error, dict) else error)
+        if self.object == "error":
+            return str(self.message)
+        broken = [each for each in self.choices if each.finish_reason in BROKEN]
+        return f"finish_reason {broken[0].finish_reason}" if broken else None
 
 
 _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 class Answer:
-    """What has come of one answer. ``end_s`` is None until all has come.
+    """What has come of one answer. ``done_s`` is None until all has come, usage included.
 
-    The first token comes with the first text. An answer without any text still has a token, the
-    one that ends it.
+    The first token comes with the first text, the last with the last text or with what ends the
+    answer; a chunk that says the role is neither. ``chunk_times_s`` are those of chunks with text,
+    of which there are ``num_chunks``: a server may put several tokens into one.
     """
 
     def __init__(self) -> None:
         self.first_token_s: float | None = None
-        self.end_s: float | None = None
+        self.last_token_s: float | None = None
+        self.done_s: float | None = None
         self.error: str | None = None
-        self._num_chunks = 0
-        self._num_used: int | None = None
+        self.chunk_times_s: list[float] = []
+        self.num_chunks = 0
+        self.num_usage_tokens: int | None = None
+        self.num_prompt_tokens: int | None = None
         self._rest = b""
 
     @property
     def num_tokens(self) -> int:
         """As the server counts them; else a token per chunk that has text."""
-        return self._num_chunks if self._num_used is None else self._num_used
+        return self.num_chunks if self.num_usage_tokens is None else self.num_usage_tokens
 
     def take(self, piece: bytes, now_s: float) -> None:
         """A piece of a stream of events, cut anywhere. Raises UNREADABLE for what is no event."""
@@ -74,7 +105,7 @@ class Answer:
             if line.startswith(b"data:"):
                 data = line[5:].strip()
                 if data == b"[DONE]":
-                    self.end_s = now_s
+                    self.done_s = now_s
                 else:
                     self._take_event(_decode_event(data), now_s)
 
@@ -83,31 +114,38 @@ class Answer:
 
         Raises UNREADABLE for what is no answer.
         """
-        self._count(_decode_event(content))
-        self.end_s = now_s
+        event = _decode_event(content)
+        self._count(event)
+        self.done_s = now_s
+        if any(choice.has_token for choice in event.choices):
+            self.last_token_s = now_s
 
     def _take_event(self, event: _Event, now_s: float) -> None:
         self._count(event)
-        for choice in event.choices:
-            self._num_chunks += choice.has_token
-            if self.first_token_s is None and (choice.has_token or choice.finish_reason):
+        num_texts = sum(choice.has_text for choice in event.choices)
+        if num_texts:
+            self.num_chunks += num_texts
+            self.chunk_times_s.append(now_s)
+        if num_texts or any(choice.has_token for choice in event.choices):
+            self.last_token_s = now_s
+            if self.first_token_s is None:
                 self.first_token_s = now_s
 
     def _count(self, event: _Event) -> None:
-        if event.usage is not None and event.usage.completion_tokens is not None:
-            self._num_used = event.usage.completion_tokens
-        if event.error is not None:
-            self.error = _error_message(event.error)
+        if event.usage is not None:
+            # A server may count in each chunk; the last word is that of the end.
+            self.num_usage_tokens = _newer(event.usage.completion_tokens, self.num_usage_tokens)
+            self.num_prompt_tokens = _newer(event.usage.prompt_tokens, self.num_prompt_tokens)
+        self.error = event.what_is_wrong or self.error
+
+
+def _newer(value: int | None, before: int | None) -> int | None:
+    return before if value is None else value
 
 
 def message_of(content: bytes) -> str:
     """What an error's body says."""
     with contextlib.suppress(*UNREADABLE):
-        error = _decode_event(content).error
-        if error is not None:
-            return _error_message(error)
+        if (wrong := _decode_event(content).what_is_wrong) is not None:
+            return wrong
     return content[:MAX_MESSAGE_BYTES].decode(errors="replace")
-
-
-def _error_message(error: Any) -> str:
-    return str(error.get("message", error) if isinstance(error, dict) else error)

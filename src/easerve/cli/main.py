@@ -337,6 +337,30 @@ def reproduce(
 app.add_typer(bench)
 
 
+@app.command("report")
+def report_results(
+    results: Annotated[
+        list[Path],
+        typer.Argument(metavar="RESULT.json...", help="Of bench, bench goodput, simulate, ..."),
+    ],
+    html: Annotated[
+        Path | None, typer.Option(help="Write one page with tables and charts.")
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Write every chart as a picture.")
+    ] = None,
+    title: Annotated[str | None, typer.Option(help="Of the page.")] = None,
+) -> None:
+    """Draw results beside each other; without --html or --png as tables in the terminal."""
+    from easerve.cli import report as command
+    from easerve.config import ConfigError
+
+    try:
+        raise typer.Exit(command.run(command.Asked(results, html, png, title)))
+    except ConfigError as error:
+        fail(error, USAGE_ERROR)
+
+
 @app.command()
 def doctor(
     model: Annotated[

@@ -110,7 +110,9 @@ def run(deployment: Deployment, asked: Asked, output: command.Output) -> int:
         work = roofline.encoder(config_of(deployment.model), *size)
         return result_of(made, asked.target_s, work) | {"file": str(file)}
 
-    return command.run_measured(measured, profile_shown.of_profile, output, "EAServe profile")
+    return command.run_measured(
+        measured, profile_shown.of_profile, output, "EAServe profile", "profile"
+    )
 
 
 def _kept(asked: Asked, file: Path, key: Key) -> Profile | None:

@@ -205,10 +205,10 @@ class ServiceBench:
             for index in range(first, first + requests)
         ]
         self._span.expect(requests, self._used)
-        records = await run_in_process(
+        samples = await run_in_process(
             self._running.address, self._running.deployment.name, planned
         )
-        if not self._span.is_over or any(each.outcome != "completed" for each in records):
+        if not self._span.is_over or any(each.record.outcome != "completed" for each in samples):
             raise EngineError("requests failed; the engines' logs say why")
         cpu_s = {name: round(each, 6) for name, each in self._span.used_s.items()}
         return Load(

@@ -142,11 +142,12 @@ def _logged(scenario: Scenario, path: Path, traced: bool) -> Result:
 
 def as_json(results: Sequence[Result]) -> dict[str, Any]:
     """One run flat; systems under one load by name; else every run in a list."""
+    kind = {"kind": "simulate"}
     if len(results) == 1:
-        return results[0].as_dict()
+        return kind | results[0].as_dict()
     if len({result.system for result in results}) == len(results):
-        return {"systems": {result.system: result.as_dict() for result in results}}
-    return {"runs": [result.as_dict() for result in results]}
+        return kind | {"systems": {result.system: result.as_dict() for result in results}}
+    return kind | {"runs": [result.as_dict() for result in results]}
 
 
 def _systems(scenario: Scenario, asked: str | None) -> list[str]:

@@ -15,7 +15,7 @@ from easerve.sim.trace import BESIDE
 from easerve.types import NS_PER_S, Stage
 
 MAX_NAMED = 8
-LATENESS = "lateness_p99_s"
+SHOWN = {f"{name}.{part}" for name in ("ttft_s", "tpot_s") for part in ("p50", "p99")}
 """Of a client, which simulated ones have not."""
 NUM_POINTS = 200
 NUM_BINS = 100
@@ -132,7 +132,8 @@ def _median(figure: Figure, results: Sequence[Result]) -> Cell:
 def _limits(slo: Slo) -> str:
     ttft = [] if slo.ttft_s is None else [f"{slo.ttft_s:g} s"]
     tpot = [] if slo.tpot_s is None else [f"{1000 * slo.tpot_s:g} ms"]
-    return " and ".join([*ttft, *tpot])
+    latency = [] if slo.latency_s is None else [f"{slo.latency_s:g} s in all"]
+    return " and ".join([*ttft, *tpot, *latency])
 
 
 def _notes(slos: Mapping[str, Slo], results: Sequence[Result], num_seeds: int) -> Iterator[str]:
@@ -148,7 +149,7 @@ def _notes(slos: Mapping[str, Slo], results: Sequence[Result], num_seeds: int) -
         )
     if num_seeds > 1:
         yield f"Each figure is the median of {num_seeds} seeds."
-    small = {name for result in results for name in result.summary.small_sample} - {LATENESS}
+    small = {name for result in results for name in result.summary.small_sample} & SHOWN
     if small:
         yield f"Too few requests to trust: {', '.join(sorted(small))}."
 

@@ -12,6 +12,7 @@ a scenario writes it is one of
 each with a ``weight`` that says how often it comes.
 """
 
+import ast
 import random
 import re
 from bisect import bisect_right
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 import yaml
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from easerve.config import Positive, Seconds, Section
 from easerve.types import Content, Picture, Sound, Video
@@ -31,6 +32,7 @@ LIBRISPEECH = "librispeech"
 LIBRISPEECH_FILE = Path(__file__).with_name("librispeech.yaml")
 PARTS = ("test-clean", "test-other", "dev-clean", "dev-other")
 DEFAULT_PART = PARTS[0]  # assumed: who says LibriSpeech seldom says which part
+MAX_ITEMS = 256  # in one request
 CORPORA = (LIBRISPEECH, *(f"{LIBRISPEECH}-{part}" for part in PARTS))
 
 
@@ -91,7 +93,8 @@ class Item(Section):
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """``items``: of which a request gets one, by weight. The rest are the least and the most.
+    """``items``: of which a request gets ``num_items``, by weight. The rest are the least and the
+    most. An item that is text only adds none, so a request may have fewer than ``num_items``.
 
     Raises ValueError for a mix that cannot be.
     """
@@ -99,6 +102,7 @@ class Mix:
     items: tuple[Item, ...] = (Item(),)
     num_text_tokens: tuple[int, int] = (1024, 1024)
     num_output_tokens: tuple[int, int] = (128, 128)
+    num_items: tuple[int, int] = (1, 1)
 
     def __post_init__(self) -> None:
         if not any(item.weight for item in self.items):
@@ -107,6 +111,11 @@ class Mix:
             least, most = getattr(self, name)
             if not 1 <= least <= most:
                 raise ValueError(f"{name} must go from 1 or more upwards, not {least} to {most}")
+        least, most = self.num_items
+        if not 0 <= least <= most <= MAX_ITEMS:
+            raise ValueError(
+                f"num_items must go upwards in 0 to {MAX_ITEMS}, not {least} to {most}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +134,15 @@ PRESETS: Mapping[str, Mix] = {
         (Item(video=(640, 360), frames=16), Item(video=(640, 480), frames=16))
     ),
     LIBRISPEECH: Mix((Item(audio=LIBRISPEECH),)),
+    "text": Mix(),
+    "mix": Mix(
+        (
+            Item(image=(1280, 720), weight=4),
+            Item(video=(640, 360), frames=16, weight=1),
+            Item(audio=LIBRISPEECH, weight=2),
+            Item(weight=3),
+        )
+    ),
 }
 """Mixes by name.
 
@@ -135,7 +153,46 @@ vllm/benchmarks/datasets): one picture, 256 or 720 pixels high, 1024 and 128 tok
 2700 tokens a video of Qwen2.5-VL; these have 2392 and 3128. They are inferred from results, so a
 simulation of those results with this mix is no independent check.
 ``librispeech``: durations are LibriSpeech's; 1024 and 128 tokens are assumed, as of pictures.
+``text``: no media, vLLM's 1024 and 128 tokens.
+``mix``: 40 % pictures, 10 % videos, 20 % sounds, 30 % text only. All of it is assumed; it is not
+what anybody measured of real users, but asks every modality of a server in one run.
 """
+
+
+def parse_items(text: str) -> tuple[Item, ...]:
+    """Items as a scenario writes them, in YAML: ``[{image: 1280x720, weight: 2}, {audio_s: 8}]``,
+    or one of them without brackets.
+
+    vLLM's buckets are taken too, ``{(256, 256, 1): 0.5, (720, 1280, 16): 0.5}``: height, width and
+    frames, with a weight. Raises ValueError that names what is wrong.
+    """
+    if re.match(r"\s*\{\s*\(", text):
+        return _buckets(text)
+    try:
+        found = yaml.safe_load(text)
+        entries = found if isinstance(found, list) else [found]
+        items = tuple(Item.model_validate(entry) for entry in entries)
+    except yaml.YAMLError:
+        raise ValueError(f"{text!r} is not like [{{image: 1280x720}}, {{audio_s: 8}}]") from None
+    except ValidationError as error:
+        [first, *_] = error.errors()
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{text!r}: {where or 'an item'}: {first['msg']}") from None
+    if not items:
+        raise ValueError(f"{text!r} has no items")
+    return items
+
+
+def _buckets(text: str) -> tuple[Item, ...]:
+    found: list[Item] = []
+    try:
+        for (height, width, frames), weight in ast.literal_eval(text.strip()).items():
+            size = (width, height)
+            content = {"image": size} if frames == 1 else {"video": size, "frames": frames}
+            found.append(Item.model_validate({"weight": weight, **content}))
+    except (ValueError, TypeError, AttributeError, SyntaxError):
+        raise ValueError(f"{text!r} is not like {{(height, width, frames): weight}}") from None
+    return tuple(found)
 
 
 def requests(mix: Mix, num: int, seed: int) -> Iterator[Request]:
@@ -150,9 +207,12 @@ def request(mix: Mix, seed: int, index: int) -> Request:
     rng = random.Random(f"{seed}:{index}")  # noqa: S311 (sizes, not secrets)
     num_output_tokens = rng.randint(*mix.num_output_tokens)
     num_text_tokens = rng.randint(*mix.num_text_tokens)
-    [item] = rng.choices(mix.items, [item.weight for item in mix.items])
-    content = item.draw(rng)
-    items = () if content is None else (content,)
+    least, most = mix.num_items
+    # What cannot differ is not drawn: mixes of one item draw what they always drew.
+    num_items = least if least == most else rng.randint(least, most)
+    chosen = rng.choices(mix.items, [item.weight for item in mix.items], k=num_items)
+    drawn = [item.draw(rng) for item in chosen]
+    items = tuple(content for content in drawn if content is not None)
     return Request(items, num_text_tokens, num_output_tokens)
 
 

@@ -15,6 +15,8 @@ from easerve.types import Modality
 
 from .simulated import simulate, world
 
+pytestmark = pytest.mark.long
+
 TWO = {"replicas": 2}
 STAGES: Mapping[str, Any] = {"encode": TWO, "prefill": TWO, "decode": TWO}
 SYSTEMS: Mapping[str, tuple[str, Mapping[str, Any]]] = {

@@ -12,6 +12,7 @@ from typing import Any
 import uvloop
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -105,7 +106,7 @@ def bench_encode(deployment: Deployment, plan: encode.Plan, output: Output) -> i
     def measured(console: Console) -> Awaitable[encode.Result]:
         return _on_service(deployment, plan.num_runs, measure, console)
 
-    return run_measured(measured, shown.of_encode, output)
+    return run_measured(measured, shown.of_encode, output, kind="bench-encode")
 
 
 def bench_flow(deployment: Deployment, plan: flow.Plan, output: Output) -> int:
@@ -120,7 +121,7 @@ def bench_flow(deployment: Deployment, plan: flow.Plan, output: Output) -> int:
     def measured(console: Console) -> Awaitable[encode.Result]:
         return _on_service(deployment, plan.num_runs, measure, console)
 
-    return run_measured(measured, shown.of_flow, output)
+    return run_measured(measured, shown.of_flow, output, kind="bench-flow")
 
 
 def bench_transfer(
@@ -140,7 +141,7 @@ def bench_transfer(
                             result |= await run(tick)
         return result
 
-    return run_measured(measured, transfer_shown.of_transfer, output)
+    return run_measured(measured, transfer_shown.of_transfer, output, kind="bench-transfer")
 
 
 def bench_partition(
@@ -161,7 +162,7 @@ def bench_partition(
                         result |= await partition.compare(bench, plan, tick)
         return result
 
-    return run_measured(measured, partition.sections, output)
+    return run_measured(measured, partition.sections, output, kind="bench-partition")
 
 
 def run_measured(
@@ -169,8 +170,11 @@ def run_measured(
     sections: Callable[[encode.Result], Sequence[report.Section]],
     output: Output,
     title: str = "EAServe bench",
+    kind: str | None = None,
 ) -> int:
-    """The exit code; ``measured`` gets the console for its progress."""
+    """The exit code; ``measured`` gets the console for its progress. ``kind``: for the JSON, by
+    which `easerve report` knows how to draw it.
+    """
     raise_file_limit()
     console = Console(stderr=output.as_json)
     if output.html is not None:
@@ -185,7 +189,7 @@ def run_measured(
         return 130
     found = sections(result)
     if output.as_json:
-        print(json.dumps(result))
+        print(json.dumps(result if kind is None else {"kind": kind, **result}))
     else:
         show(found, console)
     if output.html is not None:
@@ -270,13 +274,15 @@ def show(sections: Sequence[report.Section], console: Console) -> None:
         for part in section.parts:
             if isinstance(part, report.Table):
                 console.print(rich_table(part))
-        console.print(section.text + "\n", highlight=False)
+        console.print(section.text + "\n", highlight=False, markup=False)
 
 
 def rich_table(table: report.Table) -> Table:
-    rich = Table(title=table.title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    rich = Table(
+        title=escape(table.title), title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 1)
+    )
     for number, column in enumerate(table.columns):
-        rich.add_column(column, justify="right" if number else "left", no_wrap=not number)
+        rich.add_column(escape(column), justify="right" if number else "left", no_wrap=not number)
     for row in table.rows:
-        rich.add_row(*map(report.shown, row))
+        rich.add_row(*(escape(report.shown(cell)) for cell in row))
     return rich

@@ -5,14 +5,26 @@ from typing import Annotated, Any
 
 import typer
 
+from easerve.cli.bench import options
+from easerve.cli.bench.goodput_options import bench_goodput, bench_reference
+from easerve.cli.bench.run_options import HELP, bench_server
 from easerve.cli.errors import USAGE_ERROR, fail
 
 bench = typer.Typer(
     name="bench",
-    help="Measure side by side, in one run, on engines that run.",
+    help=HELP,
+    callback=bench_server,
+    invoke_without_command=True,
     no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": options.normalised,
+    },
 )
+
+
+bench.command("goodput")(bench_goodput)
+bench.command("reference")(bench_reference)
 
 
 @bench.command("encode")
@@ -212,6 +224,47 @@ def bench_partition(
         fail(error, USAGE_ERROR)
 
 
+@bench.command("cpu")
+def bench_cpu(
+    deployment: Annotated[
+        Path | None,
+        typer.Argument(metavar="[FILE.yaml]", help="Default: examples/tiny-llava-bench.yaml."),
+    ] = None,
+    mixes: Annotated[
+        str, typer.Option(help="Pictures x tokens of an answer.")
+    ] = "1x8,1x64,4x8,4x64,8x8,8x64",
+    rounds: Annotated[int, typer.Option(min=1, help="How often the systems take turns.")] = 3,
+    clients: Annotated[int, typer.Option(min=1, help="Each with a request open, always.")] = 32,
+    run_s: Annotated[float, typer.Option(min=0.1, help="Of a run with passthrough, about.")] = 2.5,
+    shares: Annotated[
+        str, typer.Option(help="Remote shares to try; the best is taken.")
+    ] = "0.25,0.5,0.75",
+    slo_s: Annotated[float, typer.Option(min=0.1, help="Of a run at some rate.")] = 6,
+    timeline_s: Annotated[float, typer.Option(min=0.1, help="Of the run that is drawn.")] = 4,
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same requests.")] = 0,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="One small mix, fewer engines: to see that it works.")
+    ] = False,
+    html: Annotated[Path | None, typer.Option(help="Write a report with pictures.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the result there, as JSON.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Plain vLLM, a passthrough proxy and each mechanism of EAServe, on the same cores."""
+    from easerve.cli.bench import command, cpu_start
+    from easerve.config import ConfigError
+
+    try:
+        measured = cpu_start.read(deployment)
+        plan = cpu_start.plan(
+            mixes, rounds, clients, run_s, command.numbers("shares", shares, 0, 1), slo_s,
+            timeline_s, seed, quick,
+        )  # fmt: skip
+        output = command.Output(json_output, html)
+        raise typer.Exit(cpu_start.run(measured, plan, quick, output, out))
+    except ConfigError as error:
+        fail(error, USAGE_ERROR)
+
+
 @bench.command("simulate")
 def bench_simulate(
     scenario: Annotated[
@@ -228,5 +281,43 @@ def bench_simulate(
 
     try:
         raise typer.Exit(command.run(scenario, requests, rounds, json_output))
+    except ConfigError as error:
+        fail(error, USAGE_ERROR)
+
+
+@bench.command("control")
+def bench_control(
+    rates: Annotated[str, typer.Option(help="Offered requests per second.")] = "50,200,1000",
+    modality: Annotated[str, typer.Option(help="Of text,image.")] = "text,image",
+    duration_s: Annotated[float, typer.Option(min=0.1, help="Of a run at some rate.")] = 3,
+    tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 8,
+    requests: Annotated[int, typer.Option(min=1, help="Of a run at saturation.")] = 3000,
+    concurrency: Annotated[int, typer.Option(min=1, help="Clients at saturation.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="How often the systems take turns.")] = 3,
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same requests and gaps.")] = 0,
+    router: Annotated[
+        Path | None, typer.Option(help="vLLM's router to compare with; default: on the path.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a report with charts.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """What the control plane adds: over engines of fixed latency, beside vLLM's Rust router."""
+    from easerve.cli.bench import command, control
+    from easerve.cli.bench.control_systems import find_router
+    from easerve.config import ConfigError
+
+    try:
+        plan = control.Plan(
+            command.numbers("rates", rates, most=1e4),
+            command.names("modality", modality, control.MODALITIES),
+            duration_s,
+            tokens,
+            requests,
+            concurrency,
+            rounds,
+            seed,
+            find_router(router),
+        )
+        raise typer.Exit(control.run(plan, command.Output(json_output, html)))
     except ConfigError as error:
         fail(error, USAGE_ERROR)

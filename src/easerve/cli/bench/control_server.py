@@ -25,9 +25,11 @@ NUM_SLOTS = 1 << 14  # engines that take whatever comes: none of the waiting is 
 
 
 def deployment() -> Deployment:
+    """Pass-through: these engines take any number of calls at once, so no batch has to wait."""
     content = {"model": MODEL, "device": "cpu", "served_model_name": MODEL}
+    policy = {"when": "none", "flow": False, "max_queue_s": 1e6}
     limits = {"max_requests": NUM_SLOTS}
-    return build({**content, "limits": limits, "policy": {"max_queue_s": 1e6}}, "bench control")
+    return build({**content, "limits": limits, "policy": policy}, "bench control")
 
 
 class Beside(PreparationPool):

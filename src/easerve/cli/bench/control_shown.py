@@ -27,14 +27,21 @@ def _summary(result: Result) -> Section:
         f"streamed. Routers on core {_list(cores['router'])}, all else on {_list(cores['rest'])}.",
         f"Added to the time to the first token near 200 requests/s: "
         f"{_ms(result['added_p50_s'])} ms at the median, {_ms(result['added_p99_s'])} ms at the "
-        f"99th percentile. At saturation {result['max_req_per_s']:,.0f} requests/s and "
-        f"{1e3 * result['cpu_s_per_request']:.2f} ms of CPU time a request.",
+        f"99th percentile. At saturation {result['max_req_per_s']:,.0f} requests/s, with "
+        f"{1e3 * result['cpu_s_per_request']:.2f} ms of CPU time a request: "
+        f"{result['req_per_s_of_a_core']:,.0f} requests/s would fill a core.",
     ]
+    if result["is_client_bound"]:
+        text.append(
+            "Client and engines, which share the other cores, are what saturated: asked directly "
+            "they are hardly faster."
+        )
     if result["ratio_vs_router"] is not None:
         text.append(
-            f"That is {result['ratio_vs_router']:.2f} times what vllm-router passes on in its "
-            "prefill/decode mode. It is written in Rust and makes two calls for a request; ours "
-            "makes three for text and four for a picture, has the picture decoded, and decides."
+            f"By CPU time that is {result['ratio_vs_router']:.2f} times what a core of vllm-router "
+            "passes on in its prefill/decode mode. It is written in Rust and makes two calls for a "
+            "request; ours makes three for text and four for a picture, has the picture decoded, "
+            "and decides."
         )
     else:
         text.append("vllm-router was not found; pip install vllm-router, or name it by --router.")

@@ -83,7 +83,7 @@ class Bench:
         key = service.deployment.server.api_key
         self._recorder.reset(time.monotonic_ns())
         before_s = self._cpu_s()
-        records = await run_in_process(
+        samples = await run_in_process(
             service.address,
             service.deployment.name,
             planned,
@@ -92,6 +92,7 @@ class Bench:
         )
         cpu_s = self._cpu_s() - before_s
         encode = self._recorder.run(time.monotonic_ns(), self.num_encoders)
+        records = [sample.record for sample in samples]
         summary = summarise(records, _duration_s(records), {})
         return LoadRun(summary, encode, cpu_s / len(bodies))
 

@@ -286,7 +286,8 @@ class TwinBench:
         service = self._running
         self._watch.reset()
         before = profile_cpu.used_s(service)
-        records = await run_in_process(service.address, service.deployment.name, planned)
+        samples = await run_in_process(service.address, service.deployment.name, planned)
+        records = [sample.record for sample in samples]
         used_s = profile_cpu.since(before, profile_cpu.used_s(service))
         engines = {engine.stage: engine.worker_id for engine in service.driver.engines()}
         return records, {stage: used_s[profile_cpu.core(engines[stage])] for stage in Stage}
@@ -332,4 +333,4 @@ def run(deployment: Deployment, plan: Plan, output: command.Output) -> int:
                 with command.progress(console, plan.num_runs) as tick:
                     return await TwinBench(running, watch, plan, tick).run()
 
-    return command.run_measured(measured, twin_shown.of_twin, output)
+    return command.run_measured(measured, twin_shown.of_twin, output, kind="bench-twin")

@@ -16,6 +16,7 @@ NUM_QUANTILES = 40
 NOT_FIGURES = {
     *("system", "rate_per_s", "seed", "small_sample", "wall_s", "duration_s"),
     *("failed", "rejected", "timed_out", "cancelled", "lateness_p99_s", "bound_per_s"),
+    *("output_tokens_per_s", "latency_s", "p90"),
 }
 Figures = Mapping[str, float | None]
 """What a run came to, by name, as in ``ttft_s.p99``."""

@@ -128,9 +128,10 @@ class _Connection(asyncio.Protocol):
 
     @property
     def reusable(self) -> bool:
-        """Whether it can take another request."""
+        """Whether it can take another request: nothing of the last one is under way or left."""
         return (
             self.complete
+            and not self._body
             and self._transport is not None
             and not self._transport.is_closing()
             and self._keeps_alive
