@@ -5,7 +5,7 @@ BIN := .venv/bin
 UNIT := PYTHONDONTWRITEBYTECODE= PYTHONHASHSEED=0 $(BIN)/pytest -n 4 --dist loadfile
 export PYTHON
 
-.PHONY: install demo test test-unit soak check fmt bench-cpu docs docs-batching docs-bench-tools \
+.PHONY: install demo test test-unit soak check fmt bench-cpu docs docs-batching docs-bench docs-bench-tools \
 	docs-reproduction docs-validation model accuracy random-models clean
 
 install: .venv/cpu  ## the virtual environment with the CPU engines
@@ -69,6 +69,11 @@ docs-validation: .venv/cpu  ## docs/validation.md: simulated beside served, on t
 bench-cpu: .venv/cpu  ## plain vLLM, a passthrough proxy and EAServe on this CPU (12 minutes, nothing else running)
 	@mkdir -p build
 	$(BIN)/easerve bench cpu --out build/bench-cpu.json --html build/bench-cpu.html
+
+ROUTER ?= vllm-router
+docs-bench: bench-cpu  ## docs/bench-results.md: what benches find on this CPU (20 minutes; ROUTER=vLLM's router)
+	$(BIN)/easerve bench control --router $(ROUTER) --json > build/control.json
+	$(BIN)/python -m scripts.bench_page build/bench-cpu.json build/control.json docs/bench-results.md
 
 AIPERF ?= aiperf
 docs-bench-tools: .venv/cpu  ## docs/bench-tools.md: three benches ask one server (10 minutes; AIPERF=the executable)

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from easerve.bench.job import Planned, Progress
-from easerve.cli.bench import making, run_shown
+from easerve.cli.bench import asked, making, run_shown
 from easerve.cli.bench.asked import Pace, pace, server, source
 from easerve.config import ConfigError
 
@@ -134,3 +134,19 @@ def test_progress_on_a_terminal() -> None:
         on_progress(Progress(2, 5, 5))
     assert isinstance(console.file, io.StringIO)
     assert "making requests" in console.file.getvalue()
+
+
+def test_items_of_ones_own() -> None:
+    source = asked.source(items="[{image: 64x48, weight: 2}, {audio_s: [2, 4]}, {}]")
+    assert asked.modality(source) == "items"
+    assert asked.described(source)["items"] == [
+        {"weight": 2.0, "image": [64, 48]},
+        {"weight": 1.0, "audio_s": [2.0, 4.0]},
+        {"weight": 1.0},
+    ]
+
+
+@pytest.mark.parametrize("text", ["[{image: 64}]", "[", "{}}"])
+def test_items_that_cannot_be(text: str) -> None:
+    with pytest.raises(ConfigError, match="--items: "):
+        asked.source(items=text)

@@ -73,7 +73,7 @@ def test_a_small_run(capsys: pytest.CaptureFixture[str]) -> None:
         for part in section.parts
         if isinstance(part, Table)
     ]
-    assert len(tables) == 2
+    assert len(tables) == 3
 
 
 @pytest.mark.long
@@ -98,7 +98,7 @@ def test_a_router_that_does_not_start(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_a_router_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--router: .*/none is not a program"):
-        find_router(tmp_path / "none")
+        find_router(str(tmp_path / "none"))
 
 
 def test_the_figures_are_of_the_rate_next_to_200() -> None:

@@ -186,7 +186,7 @@ def test_in_the_band_the_earlier_finish_is_taken_where_the_bound_allows(
     for k, (local_s, remote_s) in enumerate(waits, 1):
         before = stream.deficit
         side = stream.draw(1, local_s, remote_s)
-        assert abs(stream.num_remote - k * s) <= kappa
+        assert abs(stream.num_remote - k * s) <= Fraction(floor(kappa * ONE), ONE)
         reason = stream.reasons[-1]
         if local_s == remote_s or share in (0, ONE):
             assert reason == SHARE

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -53,3 +54,37 @@ def test_an_example_works(server: RealServer, language: str, text: str) -> None:
     else:
         assert choice["message"]["content"].strip() in ("one", "two", "three")
         assert choice["finish_reason"] == "stop"
+
+
+# Benches: as they stand there, but with fewer requests; what they write goes elsewhere.
+FEWER = {
+    "easerve bench --url": "--num-requests 12 --allow-late",
+    "easerve bench goodput": "--rates 4 --num-requests 12 --seeds 1 --duration 1",
+    "easerve bench reference": "--num-requests 4 --warmup 2 --out reference.yaml",
+}
+
+
+def benches() -> Iterator[str]:
+    for name in ("README.md", "docs/bench.md"):
+        for _, text in BLOCK.findall((ROOT / name).read_text()):
+            lines = text.replace("\\\n", " ").splitlines()
+            yield from (line for line in lines if "easerve bench" in line and "--url" in line)
+
+
+@pytest.mark.parametrize("line", list(dict.fromkeys(benches())))
+def test_a_bench_works(server: RealServer, tmp_path: Path, line: str) -> None:
+    command = line.partition("#")[0].replace("http://127.0.0.1:8000", server.url)
+    command = command.replace(".venv/bin/easerve", f"{sys.executable} -m easerve.cli.main")
+    (fewer,) = (fewer for start, fewer in FEWER.items() if start in line)
+    output = subprocess.run(
+        ["bash", "-c", f"{command.strip()} {fewer}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert output.returncode == 0, output.stdout + output.stderr
+    for option in ("--html", "--out"):
+        if option in command:
+            assert (tmp_path / command.split(option)[1].split()[0]).stat().st_size > 1000

@@ -238,8 +238,8 @@ def make(
         modality=modality,
         workload=dict(workload),
         num_requests=len(records),
-        ttft_s=median(ttfts_s),
-        tpot_s=median(tpots_s),
+        ttft_s=round(median(ttfts_s), 7),
+        tpot_s=round(median(tpots_s), 7),
         ttfts_s=tuple(ttfts_s),
         tpots_s=tuple(tpots_s),
     )

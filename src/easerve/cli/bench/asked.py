@@ -13,7 +13,7 @@ from easerve.config import ConfigError
 from easerve.workload import arrivals
 from easerve.workload.arrivals import Arrivals
 from easerve.workload.content import Options
-from easerve.workload.multimodal import parse_size
+from easerve.workload.multimodal import Item, parse_items, parse_size
 from easerve.workload.requests import Asked
 
 ROUTES = {"chat": "chat/completions", "completions": "completions"}
@@ -68,12 +68,13 @@ def source(
     shuffle: bool = False,
     oversample: bool = False,
     keep_eos: bool = False,
+    items: str | None = None,
 ) -> Asked:
     """What is asked. Raises ConfigError for what cannot be."""
     return Asked(
         modality,
         preset,
-        None,
+        _items(items),
         dataset,
         span("text-tokens", text_tokens),
         span("output-tokens", output_tokens),
@@ -83,6 +84,13 @@ def source(
         oversample,
         Options(ignore_eos=not keep_eos),
     )
+
+
+def _items(text: str | None) -> tuple[Item, ...] | None:
+    try:
+        return None if text is None else parse_items(text)
+    except ValueError as error:
+        raise ConfigError(f"--items: {error}") from None
 
 
 def span(option: str, text: str | None) -> tuple[int, int] | None:
@@ -110,7 +118,7 @@ def modality(asked: Asked) -> str:
     """What is asked in a word, by which its reference is known."""
     if asked.dataset is not None:
         return asked.dataset.stem
-    return asked.preset or asked.modality
+    return asked.preset or ("items" if asked.items else asked.modality)
 
 
 def described(asked: Asked) -> dict[str, Any]:
@@ -121,6 +129,8 @@ def described(asked: Asked) -> dict[str, Any]:
         found |= {name: True for name in ("shuffled", "oversampled") if getattr(asked, name)}
     elif asked.preset is not None:
         found["preset"] = asked.preset
+    elif asked.items is not None:
+        found["items"] = [item.model_dump(mode="json", exclude_none=True) for item in asked.items]
     else:
         found["modality"] = asked.modality
     for name in ("text_tokens", "output_tokens", "num_items"):

@@ -296,7 +296,7 @@ def bench_control(
     rounds: Annotated[int, typer.Option(min=1, help="How often the systems take turns.")] = 3,
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same requests and gaps.")] = 0,
     router: Annotated[
-        Path | None, typer.Option(help="vLLM's router to compare with; default: on the path.")
+        str | None, typer.Option(help="vLLM's router to compare with; default: on the path.")
     ] = None,
     html: Annotated[Path | None, typer.Option(help="Write a report with charts.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,

@@ -45,7 +45,17 @@ def _summary(result: Result) -> Section:
         )
     else:
         text.append("vllm-router was not found; pip install vllm-router, or name it by --router.")
-    return Section("The control plane alone", "\n\n".join(text))
+    ratio = result["ratio_vs_router"]
+    rows = [
+        ("added to TTFT near 200/s, p50", f"{_ms(result['added_p50_s'])} ms"),
+        ("the same, p99", f"{_ms(result['added_p99_s'])} ms"),
+        ("requests/s at saturation", f"{result['max_req_per_s']:,.0f}"),
+        ("CPU time a request", f"{_ms(result['cpu_s_per_request'])} ms"),
+        ("requests/s that fill a core", f"{result['req_per_s_of_a_core']:,.0f}"),
+        ("over vllm-router's, PD", "–" if ratio is None else f"{ratio:.2f} times"),
+    ]
+    table = Table("Figures that stand for all", ("figure", "value"), rows)
+    return Section("The control plane alone", "\n\n".join(text), [table])
 
 
 def _section(modality: str, load: Result) -> Section:

@@ -55,14 +55,15 @@ class System:
     pid: int | None
 
 
-def find_router(given: Path | None) -> Path | None:
-    """vLLM's router: as given, or on the path. Raises ConfigError for one that is not there."""
-    if given is not None:
-        if not os.access(given, os.X_OK):
-            raise ConfigError(f"--router: {given} is not a program")
-        return given.absolute()
-    found = shutil.which("vllm-router")
-    return None if found is None else Path(found)
+def find_router(given: str | None) -> Path | None:
+    """vLLM's router: as given (a path, or a name on the path), or where it is found.
+
+    Raises ConfigError for one that was given and is not there.
+    """
+    found = shutil.which(given or "vllm-router")
+    if given is not None and found is None:
+        raise ConfigError(f"--router: {given} is not a program")
+    return None if found is None else Path(found).absolute()
 
 
 @asynccontextmanager

@@ -100,10 +100,14 @@ def _as_allowed(result: Result) -> str:
     if not off:
         return text
     cores = sum(_for_want_of_cores(each) for each in off)
-    return (
-        f"{text} The others: {cores} for cores that were not equally busy, {len(off) - cores} for "
-        "requests that did not cost what their stages cost alone, where caches are theirs."
-    )
+    causes = {
+        "for cores that were not equally busy": cores,
+        "for requests that did not cost what their stages cost alone, where caches are theirs": (
+            len(off) - cores
+        ),
+    }
+    others = ", ".join(f"{num} {cause}" for cause, num in causes.items() if num)
+    return f"{text} The others: {others}."
 
 
 def _for_want_of_cores(ratio: Mapping[str, float]) -> bool:

@@ -23,6 +23,7 @@ def bench_goodput(
     output_tokens: options.OutputTokens = None,
     num_items: options.NumItems = None,
     image_sizes: options.ImageSizes = None,
+    items: options.Items = None,
     keep_eos: options.KeepEos = False,
     rates: Annotated[
         str | None, timing(help="These instead of a search: 1,2,4 requests per second.")
@@ -75,7 +76,7 @@ def bench_goodput(
             asked.server(url, model, api_key, timeout, label, endpoint),
             asked.source(
                 *(modality, preset, dataset, text_tokens, output_tokens, num_items, image_sizes),
-                *(shuffle, oversample, keep_eos),
+                *(shuffle, oversample, keep_eos, items),
             ),
             Promises(slos or ("all",), reference, machine),
             arrival,
@@ -113,6 +114,7 @@ def bench_reference(
     output_tokens: options.OutputTokens = None,
     num_items: options.NumItems = None,
     image_sizes: options.ImageSizes = None,
+    items: options.Items = None,
     keep_eos: options.KeepEos = False,
     num_requests: Annotated[int, asking(min=1, help="One at a time.")] = 20,
     machine: Annotated[

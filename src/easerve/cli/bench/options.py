@@ -50,6 +50,14 @@ Oversample = Annotated[bool, asking("--oversample", help="Its lines may come aga
 TextTokens = Annotated[str | None, asking(help="Of a prompt, about: 1024 or 100-2000.")]
 OutputTokens = Annotated[str | None, asking(help="Of an answer: 128 or 8-64.")]
 NumItems = Annotated[str | None, asking(help="Media of a request: 1 or 1-4.")]
+Items = Annotated[
+    str | None,
+    asking(
+        metavar="YAML",
+        help="A mix of your own: [{image: 1280x720, weight: 2}, {video: 640x360, frames: 16}, "
+        "{audio_s: [2, 16]}, {}]; or vLLM's buckets.",
+    ),
+]
 ImageSizes = Annotated[str | None, asking(help="Each as often: 1280x720,256x256.")]
 KeepEos = Annotated[
     bool, asking("--keep-eos", help="Answers may end before their number of tokens.")

@@ -30,6 +30,7 @@ def bench_server(
     output_tokens: options.OutputTokens = None,
     num_items: options.NumItems = None,
     image_sizes: options.ImageSizes = None,
+    items: options.Items = None,
     keep_eos: options.KeepEos = False,
     num_requests: Annotated[
         int | None,
@@ -83,7 +84,7 @@ def bench_server(
             asked.server(url, model, api_key, timeout, label, endpoint, stream),
             asked.source(
                 *(modality, preset, dataset, text_tokens, output_tokens, num_items, image_sizes),
-                *(shuffle, oversample, keep_eos),
+                *(shuffle, oversample, keep_eos, items),
             ),
             asked.pace(
                 *(rate, arrival, cv, trace, end_rate, steps, concurrency, max_in_flight),
