@@ -19,7 +19,7 @@ from rich.console import Console
 
 from easerve.bench.report import html
 from easerve.bench.sample import Health, Sample, Seen
-from easerve.cli.bench import cpu, cpu_runs, cpu_start
+from easerve.cli.bench import cpu, cpu_runs, cpu_shown, cpu_start
 from easerve.cli.bench.command import show
 from easerve.cli.bench.cpu import ALL, HOW, PASS, WHEN, WHERE, CpuBench, Plan, policies
 from easerve.cli.bench.cpu_allowed import (
@@ -542,3 +542,9 @@ def test_a_process_that_was_not_there_has_used_nothing() -> None:
 def test_medians_leave_out_what_is_not_in_every_row() -> None:
     rows = [{"a": 1.0, "b": {"c": 1.0}, "d": None}, {"a": 3.0, "b": {"c": 2.0, "e": 5.0}, "d": 1}]
     assert merged(rows) == {"a": 2.0, "b": {"c": 1.5, "e": None}, "d": None}
+
+
+def test_samples_are_drawn_as_means() -> None:
+    times_s, shares = [0.01, 0.02, 0.05, 0.06, 0.07], [1.0, 0.0, 1.0, 0.0, 1.0]
+    begins, found = cpu_shown.means(times_s, shares, 1.0)
+    assert (begins, found) == ([0.0, 0.02, 0.05], [0.5, 1.0, 0.5])

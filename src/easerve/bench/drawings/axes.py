@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from html import escape
+from textwrap import wrap
 from typing import Any
 
 from easerve.bench.drawings.parts import Chart
@@ -10,6 +11,7 @@ from easerve.bench.drawings.parts import Chart
 Json = dict[str, Any]
 GREY = "#888888"
 GRID = "#dddddd"
+NARROW = 9  # letters of a row's name on a line, where the plots of several charts are aligned
 MAX_DECADES = 2.5
 """Of a logarithmic axis, on which there is room for more than powers of ten."""
 
@@ -78,7 +80,8 @@ def _row_axis(rows: Sequence[str], is_narrow: bool) -> Json:
         "showgrid": False,
     }
     if is_narrow:
-        axis |= {"tickvals": rows, "ticktext": [row.replace(" ", "<br>") for row in rows]}
+        wrapped = ["<br>".join(wrap(row, NARROW, break_long_words=False)) for row in rows]
+        axis |= {"tickvals": rows, "ticktext": wrapped}
         axis["tickfont"] = {"size": 11}
     return axis
 
