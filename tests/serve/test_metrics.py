@@ -181,6 +181,7 @@ async def test_a_timeline_says_how_long_a_request_waited_for_its_batch(serve: Se
     await server.working("encode")
     tasks.append(asyncio.create_task(server.ask(ask_about("which?", GREEN))))
     await until(lambda: server.core.queue_lengths()[Stage.ENCODE] == 1)
+    await asyncio.sleep(0.1)  # longer than the first one can have waited
     server.release()
     assert [answer_of(await task) for task in tasks] == [answer("which?", u) for u in (RED, GREEN)]
     await server.idle()
