@@ -26,6 +26,7 @@ from easerve.types import WorkerId
 
 MPS = WorkerId(supervisor.MPS)
 HEALTH_POLL_S = 0.1
+STARTED_POLL_S = 0.005
 STOP_GRACE_S = 3.0
 STOP_PATIENCE_S = STOP_GRACE_S + 7.0
 KEPT_LOG_DIRS = 10
@@ -185,6 +186,9 @@ class LocalCluster:
         try:
             async with asyncio.timeout(timeout_s):
                 await self._until_healthy(spec, healthy, lambda *_: None)
+                # Its word that it answers may be quicker than its parent's that it has begun.
+                while worker_id not in self.pids and worker_id not in self._exited:  # noqa: ASYNC110
+                    await asyncio.sleep(STARTED_POLL_S)
         except TimeoutError:
             self._order(op="kill", name=worker_id)
             raise EngineStartError(_late(spec.worker_id, timeout_s, spec.log)) from None
