@@ -322,7 +322,7 @@ def test_engines_talk_on_the_loopback_each_on_a_port_of_its_own() -> None:
 
 def test_the_kernel_cannot_give_an_engines_port_to_another_process() -> None:
     low, high = map(int, launch.PORT_RANGE.read_text().split())
-    assert all(not low <= port <= high for port in launch._free_ports(50))
+    assert all(not low <= port <= high for port in launch.free_ports(50))
 
 
 def test_a_port_in_use_is_not_given_out() -> None:

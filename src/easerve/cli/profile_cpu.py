@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from easerve.bench.cpu import children, scheduled_s, thread_s
 from easerve.cli.deploy import Service
-from easerve.types import NS_PER_S
 
 ROUTER, PREPARATION, CLIENT = "router", "preparation", "client"
 OURS = {"easerve.serve.media": PREPARATION, "easerve.bench.client": CLIENT}
@@ -26,13 +26,13 @@ def core(worker_id: str) -> str:
 def used_s(service: Service) -> Mapping[str, float]:
     """So far: of the router, its helpers, each engine's API server and its core's main thread."""
     found: defaultdict[str, float] = defaultdict(float)
-    found[ROUTER] = _process_s(os.getpid())
-    for pid in _children(os.getpid()):
+    found[ROUTER] = scheduled_s(os.getpid())
+    for pid in children(os.getpid()):
         if (name := _name(pid)) is not None:
-            found[name] += _process_s(pid)
+            found[name] += scheduled_s(pid)
     for worker_id, pid in _engines(service):
-        found[worker_id] += _process_s(pid)
-        found[core(worker_id)] += sum(_thread_s(child, child) for child in _children(pid))
+        found[worker_id] += scheduled_s(pid)
+        found[core(worker_id)] += sum(thread_s(child, child) for child in children(pid))
     return found
 
 
@@ -40,7 +40,7 @@ def all_s(service: Service) -> Mapping[str, float]:
     """The same, with all threads of the cores."""
     found = dict(used_s(service))
     for worker_id, pid in _engines(service):
-        found[core(worker_id)] = sum(map(_process_s, _children(pid)))
+        found[core(worker_id)] = sum(map(scheduled_s, children(pid)))
     return found
 
 
@@ -52,28 +52,6 @@ def since(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, 
 def _engines(service: Service) -> Iterator[tuple[str, int]]:
     engines = {engine.worker_id for engine in service.driver.engines()}
     return (each for each in service.cluster.pids.items() if each[0] in engines)
-
-
-def _process_s(pid: int) -> float:
-    with contextlib.suppress(OSError):  # it has just ended
-        threads = [int(each.name) for each in Path(f"/proc/{pid}/task").iterdir()]
-        return sum(_thread_s(pid, thread) for thread in threads)
-    return 0.0
-
-
-def _thread_s(pid: int, thread: int) -> float:
-    with contextlib.suppress(OSError):
-        words = Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()
-        return int(words[0]) / NS_PER_S
-    return 0.0
-
-
-def _children(pid: int) -> list[int]:
-    found: list[int] = []
-    with contextlib.suppress(OSError):
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            found += map(int, (thread / "children").read_text().split())
-    return found
 
 
 def _name(pid: int) -> str | None:

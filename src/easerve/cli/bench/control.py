@@ -29,7 +29,7 @@ from easerve.cli.bench.control_systems import (
 )
 from easerve.cli.bench.encode import medians
 from easerve.engines.fake_server import MODEL, Latency
-from easerve.goodput import percentile
+from easerve.goodput import summarise
 from easerve.workload import mix
 from easerve.workload.arrivals import Arrivals
 
@@ -199,19 +199,17 @@ def _cpu_s(system: System) -> tuple[float, float]:
 def _row(samples: Sequence[Sample]) -> Result:
     """Of a run: quantiles in seconds, and how many were not completed."""
     records = [sample.record for sample in samples]
-    done = [record for record in records if record.outcome == "completed"]
-    ttfts_s = [record.ttft_s for record in done if record.ttft_s is not None]
-    latencies_s = [record.latency_s for record in done if record.latency_s is not None]
-    end_s = max((record.end_s for record in records if record.end_s is not None), default=0.0)
     begin_s = min(record.sent_s for record in records)
+    end_s = max((record.end_s for record in records if record.end_s is not None), default=begin_s)
+    run = summarise(records, end_s - begin_s, {})
     return {
-        "req_per_s": len(done) / (end_s - begin_s) if end_s > begin_s else 0.0,
-        "ttft_p50_s": percentile(ttfts_s, 50),
-        "ttft_p99_s": percentile(ttfts_s, 99),
-        "latency_p50_s": percentile(latencies_s, 50),
-        "latency_p99_s": percentile(latencies_s, 99),
-        "lateness_p99_s": percentile([record.lateness_s for record in records], 99),
-        "not_completed": len(records) - len(done),
+        "req_per_s": run.throughput_per_s or 0.0,
+        "ttft_p50_s": run.ttft_s.p50,
+        "ttft_p99_s": run.ttft_s.p99,
+        "latency_p50_s": run.latency_s.p50,
+        "latency_p99_s": run.latency_s.p99,
+        "lateness_p99_s": run.lateness_p99_s,
+        "not_completed": run.num_requests - run.completed,
     }
 
 

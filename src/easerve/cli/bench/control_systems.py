@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import os
 import shutil
-import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -21,6 +20,7 @@ import aiohttp
 from easerve.cluster.local import EngineStartError
 from easerve.config import ConfigError
 from easerve.engines.fake_server import STAGES
+from easerve.engines.vllm.launch import free_ports
 
 DIRECT, OURS = "direct", "easerve"
 ROUTER, ROUTER_PD = "vllm-router", "vllm-router, PD"
@@ -119,7 +119,7 @@ async def _child(
 async def _router(
     name: str, program: Path, options: Sequence[str], cores: frozenset[int], folder: Path
 ) -> AsyncIterator[System]:
-    port, metrics = _free_ports(2)
+    port, metrics = free_ports(2)
     log = folder / f"{port}.log"
     with log.open("w") as file:
         child = await asyncio.create_subprocess_exec(
@@ -165,12 +165,3 @@ async def _end(child: asyncio.subprocess.Process) -> None:
 
 def _on(cores: frozenset[int]) -> Callable[[], None]:
     return lambda: os.sched_setaffinity(0, cores)
-
-
-def _free_ports(number: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [
-            stack.enter_context(contextlib.closing(socket.create_server(("127.0.0.1", 0))))
-            for _ in range(number)
-        ]
-        return [each.getsockname()[1] for each in sockets]

@@ -64,7 +64,7 @@ class EngineSpec:
 
     def again(self) -> "EngineSpec":
         """For another start: where the last one's port may be in use yet."""
-        (port,) = _free_ports(1)
+        (port,) = free_ports(1)
         return replace(self, env={**self.env, SIDE_CHANNEL_PORT: str(port)})
 
 
@@ -89,7 +89,7 @@ def engine_specs(
     engines = members(deployment)
     rows = {row.worker_id: row for row in plan}
     specs = []
-    for each, port in zip(engines, _free_ports(len(engines)), strict=True):
+    for each, port in zip(engines, free_ports(len(engines)), strict=True):
         address = run_dir / f"{each.worker_id}.sock"
         inbox = run_dir / f"{each.worker_id}.ec.sock" if each.stage is Stage.PREFILL else None
         for path in (inbox or address, address):
@@ -241,7 +241,7 @@ def _environment(
     return env
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Free loopback ports, all different, outside the range that the kernel hands out.
 
     Each engine opens dozens of ports from that range while it starts; one that took another's
