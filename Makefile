@@ -66,12 +66,13 @@ docs-validation: .venv/cpu  ## docs/validation.md: simulated beside served, on t
 	$(BIN)/easerve bench twin --rates 2,5,10,20,30 --requests 200 --rounds 2 --json > build/twin.json
 	$(BIN)/python -m scripts.validation_table build/twin.json docs/validation.md
 
-bench-cpu: .venv/cpu  ## plain vLLM, a passthrough proxy and EAServe on this CPU (12 minutes, nothing else running)
+ROUNDS ?= 3
+bench-cpu: .venv/cpu  ## plain vLLM, a passthrough proxy and EAServe on this CPU (17 minutes, nothing else running)
 	@mkdir -p build
-	$(BIN)/easerve bench cpu --out build/bench-cpu.json --html build/bench-cpu.html
+	$(BIN)/easerve bench cpu --rounds $(ROUNDS) --out build/bench-cpu.json --html build/bench-cpu.html
 
 ROUTER ?= vllm-router
-docs-bench: bench-cpu  ## docs/bench-results.md: what benches find on this CPU (20 minutes; ROUTER=vLLM's router)
+docs-bench: bench-cpu  ## docs/bench-results.md: what benches find on this CPU (40 minutes with ROUNDS=6; ROUTER=vLLM's router)
 	$(BIN)/easerve bench control --router $(ROUTER) --json > build/control.json
 	$(BIN)/python -m scripts.bench_page build/bench-cpu.json build/control.json docs/bench-results.md
 

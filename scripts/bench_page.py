@@ -14,7 +14,7 @@ from easerve.cli.report import drawn, read
 from easerve.config import ConfigError
 
 COMMANDS = {
-    "bench-cpu": "make bench-cpu",
+    "bench-cpu": "make bench-cpu ROUNDS={rounds}",
     "bench-control": "easerve bench control --router PATH --json",
     "goodput": "easerve bench goodput",
 }
@@ -39,7 +39,7 @@ def main() -> None:
 def _of(path: Path) -> Iterator[str]:
     result = read(path)
     command = COMMANDS.get(result["kind"], f"easerve {result['kind'].replace('-', ' ')}")
-    yield f"Made by `{command}`:\n"
+    yield f"Made by `{command.format_map(result)}`:\n"
     for section in drawn([(path, result)]):
         yield from _section(section)
 

@@ -19,18 +19,21 @@ from rich.console import Console
 
 from easerve.bench.report import html
 from easerve.bench.sample import Health, Sample, Seen
-from easerve.cli.bench import cpu, cpu_runs, cpu_shown, cpu_start
+from easerve.cli.bench import cpu, cpu_alone, cpu_runs, cpu_shown, cpu_start
 from easerve.cli.bench.command import show
 from easerve.cli.bench.cpu import ALL, HOW, PASS, WHEN, WHERE, CpuBench, Plan, policies
 from easerve.cli.bench.cpu_allowed import (
-    Point,
-    at,
+    Allowed,
+    Portions,
+    along,
     between,
-    grouped,
+    by_easerve,
+    by_plain,
     most_per_s,
-    verdict,
+    on_plane,
 )
-from easerve.cli.bench.cpu_rows import merged, used_of
+from easerve.cli.bench.cpu_alone import CALLS, Alone, Measured, grouped
+from easerve.cli.bench.cpu_rows import merged, pooled, used_of, verdict
 from easerve.cli.bench.cpu_runs import Aggregated, Draw, Easerve, Load, Run, Shape
 from easerve.cli.bench.cpu_said import conclusions, disturbed
 from easerve.cli.bench.cpu_shown import sections
@@ -189,7 +192,7 @@ async def test_replicas_share_requests_clients_and_one_clock(
 
 def test_a_row_has_seconds_of_a_request() -> None:
     sizes = Sizes(2.0, {Stage.DECODE: 3.0}, 100.0, 1.0)
-    run = Run([record(0, 1), record(1, 4)], {"router": 1.0, "encode-0": 2.0}, 1.0, sizes)
+    run = Run([record(0, 1), record(1, 4)], {"router": 1.0, "encode-0": 2.0}, 1.0, 8.0, sizes)
     row = run.row()
     assert row["used_s"] == {"router": 0.5, "encode-0": 1.0, "client": 0.5}
     assert (row["cpu_s"], row["cores"], row["throughput_per_s"]) == (2.0, 1.0, 0.5)
@@ -269,11 +272,111 @@ def test_costs_are_taken_between_what_was_measured() -> None:
     assert between([(1.0, 1.0), (2.0, 9.0)], 0.5) == 0
     assert between([(1.0, 5.0)], 7.0) == 5
     points = [
-        Point({Stage.PREFILL: 1.0, Stage.DECODE: 8.0}, {"prefill core": 4.0, "decode": 8.0}),
-        Point({Stage.PREFILL: 0.5, Stage.DECODE: 2.0}, {"prefill core": 3.0, "decode": 2.0}),
+        Measured({"prefill core": 4.0, "prefill": 2.0}, portions={Stage.PREFILL: 1.0}),
+        Measured({"prefill core": 3.0}, portions={Stage.PREFILL: 0.5}),
     ]
-    found = at(points, {Stage.PREFILL: 0.75, Stage.DECODE: 5.0})
-    assert found == {"prefill core": 3.5, "decode": 5.0}
+    assert along(points, Stage.PREFILL, 0.75) == {"prefill core": 3.5, "prefill": 1.0}
+
+
+def talk(steps: float, chunks: float, router_s: float) -> Measured:
+    return Measured({"router": router_s}, 0.0, {Stage.DECODE: steps}, chunks)
+
+
+def test_costs_of_talking_go_by_steps_and_by_chunks() -> None:
+    points = [talk(1, 8, 1 + 2 + 24), talk(4, 8, 1 + 8 + 24), talk(1, 2, 1 + 2 + 6)]
+    assert on_plane(points, "router", 3, 5) == pytest.approx(1 + 6 + 15)
+    assert on_plane(points, "router", 0, -9) == 0
+    line = [talk(n, n, 1 + n) for n in (1, 2, 3)]
+    assert on_plane(line, "router", 9, 9) == 2
+
+
+def picture(encode: float, core: float, calls: float, steps: float) -> Measured:
+    cost = {"encode": encode, "encode core": core, "prefill core": core / 10}
+    portions: dict[str, float] = {CALLS: calls, Stage.ENCODE: steps}
+    return Measured(cost, portions=portions)
+
+
+class Told:
+    """In the place of ``Alone``: every stage has a price of its own, in ms."""
+
+    def preparation(self, *_: object) -> dict[str, float]:
+        return {"router": 1.0, "preparation": 2.0, "encode": 3.0, "decode core": 99.0}
+
+    def pictures_in_prefill(self, *_: object) -> dict[str, float]:
+        return {"prefill core": 0.5, "router": 99.0}
+
+    def rendering(self, *_: object) -> dict[str, float]:
+        return {"router": 0.25, "prefill": 0.5, "encode core": 99.0}
+
+    def encoding(self, *_: object) -> list[Measured]:
+        return [picture(9.0, 3.0, 1.0, 1.0), picture(1.0, 1.0, 0.25, 0.25)]
+
+    def encoding_in_a_crowd(self, *_: object) -> Measured:
+        return picture(4.0, 4.0, 1.0, 0.625)
+
+    def text(self, system: object, tokens: int, num_tokens: int, fewer: bool = False) -> Measured:
+        cost = dict.fromkeys(("router", "decode", "client", "decode core", "encode core"), 1.0)
+        cost |= {"prefill": 1.5, "prefill core": 2.0 if fewer else 1.0}
+        steps = 1.0 if fewer else 0.5
+        portions: dict[str, float] = {Stage.PREFILL: steps, Stage.DECODE: steps}
+        return Measured(cost, 7.0 if num_tokens > 1 else 3.0, portions, float(num_tokens))
+
+    def pictures(self, *_: object) -> Measured:
+        return Measured({"vLLM": 9.0}, 5.0)
+
+    def cores(self) -> float:
+        return 1.9
+
+
+def test_a_request_is_put_together_from_stages() -> None:
+    system = cast(Easerve, MadeUp("EAServe", 1.0))
+    steps: dict[str, float] = {Stage.ENCODE: 2 * 0.5, Stage.PREFILL: 0.75, Stage.DECODE: 0.75}
+    portions = Portions(0.75, steps, 8.0, 37)
+    found = by_easerve(cast(Alone, Told()), system, Shape(2, 8), portions)
+    assert found.costs == {
+        "router": 1.0 + (1.0 - 0.25),
+        "preparation": 2.0,
+        "encode": 3.0 + 2 * 3.0,
+        "encode core": pytest.approx(2 * (1 + 2 / 3 + 0.25 * 2 / 0.375)),
+        "prefill": 1.5 - 0.5,
+        "prefill core": pytest.approx(1.5 + 0.5 + 2 * (0.1 + 0.2 / 3)),
+        "decode core": 1.0,
+        "decode": 1.0,
+        "client": 1.0,
+    }
+    assert found.most_per_s == min(1.9 / sum(found.costs.values()), 1 / 8.0)
+
+
+def test_an_engine_that_does_all_does_one_thing_after_the_other() -> None:
+    found = by_plain(cast(Alone, Told()), cast(Aggregated, MadeUp("vLLM x1", 1.0)), Shape(2, 8), 37)
+    assert found.most_per_s == 1 / (7 + 5 - 3)
+    assert found.costs["vLLM"] == 9.0
+
+
+async def test_stages_are_measured_once_in_a_round_and_again_when_disturbed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    others = iter([0.9, 0.0, 0.0, 0.0, 0.0, 0.9, 0.9, 0.0])
+    monkeypatch.setattr(Draw, "_pictures", lambda self, shape, num: [{}] * num)
+    monkeypatch.setattr(cpu_alone, "Others", lambda: NoOthers(next(others)))
+    ticks: list[str] = []
+    alone, system = Alone(Draw(0), 4, 2, ticks.append), MadeUp("vLLM x1", 10.0)
+    shapes, plain = {Shape(1, 8): 37, Shape(1, 1): 37}, [cast(Aggregated, system)]
+    for _ in range(2):
+        await alone.measure(shapes, [], plain)
+    assert ticks[:3] == [
+        "alone: pictures, vLLM x1, 1",
+        "alone: text, vLLM x1, 1.0, 37, 8, 4",
+        "alone: text, vLLM x1, 1.0, 37, 1, 4",
+    ]
+    assert len(ticks) == 6
+    assert len(system.asked) == 8
+    assert alone.others_cores == 0.9
+    (row, *_) = alone.as_json()
+    assert (row["what"], row["rounds"]) == (["pictures", "vLLM x1", 1], 2)
+    found = alone.text(cast(Aggregated, system), 37, 8)
+    assert found.wall_s == pytest.approx(0.1, rel=0.1)
+    assert found.cost["vLLM"] == pytest.approx(0.08)
 
 
 def test_parts_of_a_cost_are_added_and_taken_away() -> None:
@@ -362,32 +465,40 @@ class MadeUp:
         ]
         busy_s = num * self._gap_s
         if self.name.startswith("vLLM"):
-            return Run(records, {"vllm-x1-0": busy_s, "vllm-x1-0 core": 0.8 * busy_s}, 0.1)
+            used = {"vllm-x1-0": 0.8 * busy_s, "vllm-x1-0 core": 0.8 * busy_s}
+            return Run(records, used, 0.1 * busy_s, 8.0)
         sizes = Sizes(4.0, {Stage.PREFILL: 0.5, Stage.DECODE: 2.0}, 45.0, 1.0)
         used = {"router": 0.2, "encode-0": 0.5, "prefill-0 core": 0.4, "decode-0 core": 0.5}
-        return Run(records, {n: each * busy_s for n, each in used.items()}, 0.1, sizes)
+        return Run(records, {n: each * busy_s for n, each in used.items()}, 0.1 * busy_s, 8.0, sizes)
 
     async def alone(self, load: Load) -> Run:
         return await self.run(load)
 
 
-class Explained:
-    """In the place of ``Allowed``."""
+class NothingAlone:
+    """In the place of ``Alone``."""
 
     others_cores = 0.02
 
     def __init__(self, *_: object) -> None:
-        pass
+        self.num_rounds = 0
 
-    async def easerve(self, system: MadeUp, *_: object) -> Mapping[str, float]:
-        gap_s = system._gap_s
-        return {"router": 0.2 * gap_s, "encode": 0.9 * gap_s, "decode core": 0.9 * gap_s}
+    async def measure(self, shapes: Mapping[Shape, int], *_: object) -> None:
+        assert set(shapes.values()) == {45}
+        self.num_rounds += 1
 
-    async def plain(self, system: MadeUp, *_: object) -> Mapping[str, float]:
-        return {"vLLM": 0.9 * system._gap_s, "vLLM core": 0.9 * system._gap_s}
+    def cores(self) -> float:
+        return 2.0
 
-    def measured(self) -> Sequence[object]:
-        return []
+    def as_json(self) -> list[object]:
+        return [self.num_rounds]
+
+
+def explained(_: object, system: MadeUp, *__: object) -> Allowed:
+    """In the place of ``by_easerve`` and of ``by_plain``."""
+    gap_s = system._gap_s
+    costs = {"router": 0.2 * gap_s, "encode": 0.9 * gap_s, "decode core": 0.9 * gap_s}
+    return Allowed(costs, most_per_s(costs, 2, {}))
 
 
 async def drawn(system: MadeUp, load: Load) -> dict[str, Any]:
@@ -408,8 +519,11 @@ PLAN = Plan([Shape(1, 8), Shape(8, 8)], 3, 2, 0.2, [0.25, 0.5], 0.5, 0.5, 0)
 class NoOthers:
     """In the place of ``Others``, which reads of every process."""
 
+    def __init__(self, cores: float = 0.25) -> None:
+        self._cores = cores
+
     def cores(self) -> float:
-        return 0.25
+        return self._cores
 
 
 def bench_of(easerve: Mapping[str, MadeUp], plain: Sequence[MadeUp]) -> CpuBench:
@@ -424,7 +538,9 @@ def bench_of(easerve: Mapping[str, MadeUp], plain: Sequence[MadeUp]) -> CpuBench
 @pytest.fixture
 def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing but the systems and the order in which they run."""
-    monkeypatch.setattr(cpu, "Allowed", Explained)
+    monkeypatch.setattr(cpu, "Alone", NothingAlone)
+    monkeypatch.setattr(cpu, "by_easerve", explained)
+    monkeypatch.setattr(cpu, "by_plain", explained)
     monkeypatch.setattr(cpu, "timeline", drawn)
     monkeypatch.setattr(cpu, "Others", NoOthers)
     monkeypatch.setattr(Draw, "_pictures", lambda self, shape, num: [{}] * num)
@@ -470,9 +586,10 @@ async def test_a_result_has_every_system_and_its_ratios(measured: Measure) -> No
             )
         ratio = mix["ratios"][PASS][ALL]
         assert ratio["measured"] == pytest.approx(1.6, rel=0.02)
-        assert ratio["allowed"] == pytest.approx(1.6)
-        assert ratio["as_allowed"]
-        assert ratio["by_cpu"] * ratio["by_cores"] == pytest.approx(ratio["measured"])
+        for by in ("in_run", "alone"):
+            assert ratio[by]["allowed"] == pytest.approx(1.6, rel=0.02)
+            assert ratio[by]["reached"] == pytest.approx(1, rel=0.04)
+            assert ratio[by]["as_allowed"]
         assert mix["best_vllm"] == "vLLM x1"
         assert mix["ratios"]["vLLM x1"][ALL]["measured"] < 1
     assert len(result["slo"]["rows"]) == 2 * 4
@@ -512,14 +629,15 @@ async def test_other_work_on_the_machine_is_said(measured: Measure) -> None:
     assert "up to 0.80 of 2 cores" in disturbed(result)
 
 
-async def test_what_is_off_is_said_with_its_cause(measured: Measure) -> None:
+async def test_what_is_off_is_said(measured: Measure) -> None:
     result = await measured()
-    first, second = (mix["ratios"][PASS][WHEN] for mix in result["mixes"])
-    first |= {"as_allowed": False, "by_cores": 0.7, "by_cpu": first["allowed"]}
-    second |= {"as_allowed": False, "by_cores": 1.0, "by_cpu": 2 * second["allowed"]}
+    first, second = (mix["ratios"] for mix in result["mixes"])
+    first[PASS][WHEN]["in_run"]["as_allowed"] = False
+    for ratio in (first["vLLM x1"][PASS], second[PASS][ALL]):
+        ratio["alone"]["as_allowed"] = False
     text = "\n".join(conclusions(result))
-    assert "6 of 8 ratios are within 10 %" in text
-    assert "The others: 1 for cores that were not equally busy, 1 for requests" in text
+    assert "17 of 18 ratios to passthrough and to vLLM are within 10 %" in text
+    assert "16 of what stages alone allow" in text
 
 
 async def test_a_run_with_failures_is_no_run(made_up: None) -> None:
@@ -536,10 +654,20 @@ def test_the_order_changes_from_round_to_round() -> None:
 
 def test_a_process_that_was_not_there_has_used_nothing() -> None:
     rows = [{"used_s": {"router": 1.0}}, {"used_s": {"router": 3.0, "preparation": 1.0}}]
-    assert used_of(rows)["by_process"] == {"router": 2.0, "preparation": 0.5}
+    assert used_of(rows) == {"router": 2.0, "preparation": 0.5}
 
 
-def test_medians_leave_out_what_is_not_in_every_row() -> None:
+def test_rounds_are_pooled_by_their_time() -> None:
+    base: dict[str, Any] = {"num_requests": 60, "used_s": {"encode-0": 0.1}, "cpu_s": 0.1}
+    rows = [{**base, "duration_s": s, "throughput_per_s": 60 / s} for s in (1.0, 3.0)]
+    found = pooled(rows)
+    assert found["throughput_per_s"] == 30
+    assert found["cores"] == pytest.approx(3)
+    assert found["throughputs_per_s"] == [60, 20]
+    assert found["by_process"] == {"encode": 0.1}
+
+
+def test_means_leave_out_what_is_not_in_every_row() -> None:
     rows = [{"a": 1.0, "b": {"c": 1.0}, "d": None}, {"a": 3.0, "b": {"c": 2.0, "e": 5.0}, "d": 1}]
     assert merged(rows) == {"a": 2.0, "b": {"c": 1.5, "e": None}, "d": None}
 

@@ -235,7 +235,7 @@ def bench_cpu(
     ] = "1x8,1x64,4x8,4x64,8x8,8x64",
     rounds: Annotated[int, typer.Option(min=1, help="How often the systems take turns.")] = 3,
     clients: Annotated[int, typer.Option(min=1, help="Each with a request open, always.")] = 32,
-    run_s: Annotated[float, typer.Option(min=0.1, help="Of a run with passthrough, about.")] = 2.5,
+    run_s: Annotated[float, typer.Option(min=0.1, help="Of a run with passthrough, about.")] = 3.5,
     shares: Annotated[
         str, typer.Option(help="Remote shares to try; the best is taken.")
     ] = "0.25,0.5,0.75",

@@ -2,7 +2,7 @@
 
 Systems take turns on the same cores, with the same model and requests: plain vLLM engines that do
 everything (aggregated), EAServe that passes requests through as a proxy does, each of its
-mechanisms alone, all of them. What the stages cost alone is measured in the same run, too.
+mechanisms alone, all of them. What the stages cost alone is measured in every round, too.
 """
 
 import asyncio
@@ -14,10 +14,10 @@ from typing import Any
 
 from easerve.bench import reference
 from easerve.bench.cpu import usable_cores
-from easerve.cli.bench.cpu_allowed import Allowed, Portions, most_per_s
-from easerve.cli.bench.cpu_rows import merged, ratios, rounds_of, used_of
+from easerve.cli.bench.cpu_allowed import Allowed, Portions, by_easerve, by_plain, most_per_s
+from easerve.cli.bench.cpu_alone import Alone
+from easerve.cli.bench.cpu_rows import pooled, ratios
 from easerve.cli.bench.cpu_runs import Aggregated, Draw, Easerve, Load, Run, Shape, System
-from easerve.cli.bench.cpu_stages import Costs
 from easerve.cli.bench.cpu_timeline import timeline
 from easerve.cli.bench.others import Others
 from easerve.config import Policy
@@ -27,8 +27,10 @@ from easerve.policy.knobs import NO_RULE
 from easerve.workload.arrivals import Arrivals
 
 PASS, WHEN, WHERE, HOW, ALL = "passthrough", "When", "Where", "How", "all"
+IN_RUN, ALONE = "in_run", "alone"
+"""Where the stage times come from that explain a ratio."""
 WARM_UPS = 2  # rounds of all clients
-MOST_ROUNDS_OF_CLIENTS, LEAST_ROUNDS_OF_CLIENTS = 12, 3
+MOST_ROUNDS_OF_CLIENTS, LEAST_ROUNDS_OF_CLIENTS = 12, 4
 NUM_ALONE = 20
 SLO_LOAD, TIMELINE_LOAD = 0.7, 0.8
 Result = dict[str, Any]
@@ -87,6 +89,7 @@ class CpuBench:
         self._plan, self._easerve, self._plain, self._tick = plan, easerve, plain, tick
         self._draw = Draw(plan.seed)
         self._rng = random.Random(plan.seed)  # noqa: S311 (arrivals, not secrets)
+        self._alone = Alone(self._draw, plan.concurrency, plan.attempts, tick)
         self._rows: dict[Shape, dict[str, list[Result]]] = {
             shape: {system.name: [] for system in self._systems} for shape in plan.shapes
         }
@@ -105,7 +108,8 @@ class CpuBench:
                     self._tick(f"{shape}, {system.name}, round {number + 1}")
                     row = await self._saturated(system, shape, num_requests[shape])
                     self._rows[shape][system.name].append(row)
-        mixes, stages = await self._explained(num_requests)
+            tokens = {shape: self._prompt_tokens(shape) for shape in plan.shapes}
+            await self._alone.measure(tokens, self._easerve.values(), self._plain)
         best = self._best_plain(plan.middle)
         return {
             "rounds": plan.rounds,
@@ -113,8 +117,12 @@ class CpuBench:
             "seed": plan.seed,
             "systems": [system.name for system in self._systems],
             "remote_share": {"chosen": share, "tried": shares},
-            "mixes": mixes,
-            "stages": stages,
+            "mixes": [self._explained(shape) for shape in plan.shapes],
+            "stages": {
+                "others_cores": self._alone.others_cores,
+                "busy_cores": self._alone.cores(),
+                "costs": self._alone.as_json(),
+            },
             "slo": await self._promises(best),
             "timelines": await self._timelines(),
         }
@@ -165,53 +173,51 @@ class CpuBench:
         return max(self._plain, key=lambda system: self._throughput(shape, system.name))
 
     def _throughput(self, shape: Shape, name: str) -> float:
-        throughputs: list[float] = [row["throughput_per_s"] for row in self._rows[shape][name]]
-        return median(throughputs)
+        return float(pooled(self._rows[shape][name])["throughput_per_s"])
+
+    def _prompt_tokens(self, shape: Shape) -> int:
+        """All that differs from request to request is the wording."""
+        first, *_ = self._rows[shape][PASS]
+        tokens: float = first["sizes"]["prompt_tokens"]
+        return round(tokens)
 
     # Why --------------------------------------------------------------------------------------
 
-    async def _explained(self, num_requests: Mapping[Shape, int]) -> tuple[list[Result], Result]:
-        """Every shape with what the stages allow; and the stages."""
-        plan = self._plan
-        allowed = Allowed(self._draw, plan.concurrency, plan.attempts, self._tick)
-        mixes = []
-        for shape, rows in self._rows.items():
-            medians = {name: merged(each) | used_of(each) for name, each in rows.items()}
-            predicted: dict[str, Costs] = {}
-            for name, system in self._easerve.items():
-                sizes = medians[name]["sizes"]
-                portions = Portions(
-                    1 / sizes["items_per_call"], sizes["steps"], sizes["prompt_tokens"]
-                )
-                predicted[name] = await allowed.easerve(system, shape, portions)
-            best, tokens = self._best_plain(shape), medians[PASS]["sizes"]["prompt_tokens"]
-            predicted[best.name] = await allowed.plain(best, shape, tokens)
-            most = {name: self._most_per_s(name, each) for name, each in predicted.items()}
-            mixes.append(
-                {
-                    "name": shape.name,
-                    "num_images": shape.num_images,
-                    "num_tokens": shape.num_tokens,
-                    "prompt_tokens": tokens,
-                    "num_requests": num_requests[shape],
-                    "best_vllm": best.name,
-                    "systems": {
-                        name: medians[name] | rounds_of(each) for name, each in rows.items()
-                    },
-                    "predicted": {
-                        name: {
-                            "cpu_s": sum(each.values()),
-                            "most_per_s": most[name],
-                            "by_process": each,
-                        }
-                        for name, each in predicted.items()
-                    },
-                    "ratios": {each: ratios(medians, most, each) for each in (PASS, best.name)},
+    def _explained(self, shape: Shape) -> Result:
+        """Of all rounds, with what the stages allow."""
+        rows = {name: pooled(each) for name, each in self._rows[shape].items()}
+        tokens, best = self._prompt_tokens(shape), self._best_plain(shape)
+        allowed: dict[str, Allowed] = {}
+        for name, system in self._easerve.items():
+            sizes = rows[name]["sizes"]
+            calls, steps = 1 / sizes["items_per_call"], sizes["steps"]
+            portions = Portions(calls, steps, rows[name]["chunks"], tokens)
+            allowed[name] = by_easerve(self._alone, system, shape, portions)
+        allowed[best.name] = by_plain(self._alone, best, shape, tokens)
+        most = {
+            IN_RUN: {name: self._kept_busy(name, rows[name]["by_process"]) for name in allowed},
+            ALONE: {name: each.most_per_s for name, each in allowed.items()},
+        }
+        return {
+            "name": shape.name,
+            "num_images": shape.num_images,
+            "num_tokens": shape.num_tokens,
+            "prompt_tokens": tokens,
+            "best_vllm": best.name,
+            "systems": rows,
+            "predicted": {
+                name: {
+                    "cpu_s": sum(each.costs.values()),
+                    "most_per_s": each.most_per_s,
+                    "by_process": each.costs,
                 }
-            )
-        return mixes, {"others_cores": allowed.others_cores, "costs": allowed.measured()}
+                for name, each in allowed.items()
+            },
+            "ratios": {each: ratios(rows, most, each) for each in (PASS, best.name)},
+        }
 
-    def _most_per_s(self, name: str, costs: Costs) -> float:
+    def _kept_busy(self, name: str, costs: dict[str, float]) -> float:
+        """Requests/s with cores that never wait."""
         (system,) = (each for each in self._systems if each.name == name)
         return most_per_s(costs, usable_cores(), system.num_engines)
 
@@ -220,7 +226,7 @@ class CpuBench:
     async def _promises(self, best: Aggregated) -> Result:
         """Goodput at two rates, by tiers of what a request alone takes on vLLM."""
         plan, shape = self._plan, self._plan.middle
-        alone = await self._alone(best, shape)
+        alone = await self._one_by_one(best, shape)
         slos = {name: tier(name, alone["ttft_s"], alone["tpot_s"]) for name in TIERS}
         names = (PASS, ALL)
         rates = [SLO_LOAD * self._throughput(shape, name) for name in names]
@@ -243,7 +249,7 @@ class CpuBench:
             "rows": rows,
         }
 
-    async def _alone(self, system: Aggregated, shape: Shape) -> Result:
+    async def _one_by_one(self, system: Aggregated, shape: Shape) -> Result:
         """One request at a time, each on the whole machine; medians, frozen for this run."""
         self._tick(f"one request at a time, {system.name}")
         shape = Shape(shape.num_images, max(2, shape.num_tokens))

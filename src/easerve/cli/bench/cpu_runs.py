@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from statistics import fmean
 from typing import Any, Protocol
 
 from easerve.bench.client import in_process
@@ -15,6 +16,7 @@ from easerve.cli.bench.cpu_watch import Sizes, Watch
 from easerve.cli.deploy import Service
 from easerve.cli.profile_stages import cells
 from easerve.config import Policy
+from easerve.engines.protocol import Engine
 from easerve.goodput import Record, Slo, summarise
 from easerve.policy.knobs import NO_RULE
 from easerve.serve.admin import knobs_of
@@ -68,12 +70,13 @@ class Load:
 class Run:
     """Records are on one clock. ``used_s``: CPU seconds of the servers' processes, in all.
 
-    ``client_s``: of the clients. ``sizes``: of EAServe only.
+    ``client_s``: of the clients. ``chunks``: that an answer came in. ``sizes``: of EAServe only.
     """
 
     records: Sequence[Record]
     used_s: Mapping[str, float]
     client_s: float
+    chunks: float
     sizes: Sizes | None = None
 
     @property
@@ -102,6 +105,7 @@ class Run:
             "cpu_s": self.cpu_s,
             "used_s": {**used, profile_cpu.CLIENT: self.client_s / num},
             "cores": self.cpu_s * num / self.duration_s,
+            "chunks": self.chunks,
             "sizes": asdict(self.sizes) if self.sizes is not None else None,
         }
         if slos:
@@ -159,16 +163,19 @@ class Easerve:
         used_s = self.watch.used_s()
         used_s.pop(profile_cpu.CLIENT, None)  # the client says it itself, without its start
         steps = profile_cpu.since(before, await self._steps())
-        return Run(_records([seen]), used_s, _client_s(seen), self.watch.sizes(steps))
+        return _run([seen], used_s, self.watch.sizes(steps))
 
     async def _steps(self) -> dict[str, float]:
-        """That the engines behind the encoders have made so far, by stage."""
+        """That all engines have made so far, by stage."""
         found: dict[str, float] = {}
         for engine in self.service.driver.engines():
-            if engine.stage is not Stage.ENCODE:
-                made = cells(await engine.metrics()).get(STEPS, 0.0)
-                found[engine.stage] = found.get(engine.stage, 0.0) + made
+            found[engine.stage] = found.get(engine.stage, 0.0) + await num_steps(engine)
         return found
+
+
+async def num_steps(engine: Engine) -> float:
+    """That it has made so far."""
+    return cells(await engine.metrics()).get(STEPS, 0.0)
 
 
 class Aggregated:
@@ -191,13 +198,12 @@ class Aggregated:
             *(_ask(url, self._model, part) for url, part in zip(urls, parts, strict=True))
         )
         used_s = profile_cpu.since(before, self.plain.used())
-        return Run(_records(seen), used_s, sum(map(_client_s, seen)))
+        return _run(seen, used_s)
 
     async def alone(self, load: Load) -> Run:
         """On the first replica."""
         self._turns.to(self.host)
-        seen = await _ask(self.plain.urls[0], self._model, load)
-        return Run(_records([seen]), {}, _client_s(seen))
+        return _run([await _ask(self.plain.urls[0], self._model, load)], {})
 
 
 def _part(load: Load, index: int, num: int) -> Load:
@@ -214,6 +220,12 @@ async def _ask(url: str, model: str, load: Load) -> Seen:
     target = Target(f"{url}{load.route}", model, timeout_s=TIMEOUT_S)
     job, bodies = encoded(target, load.planned(), concurrency=load.concurrency)
     return await in_process(job, bodies)
+
+
+def _run(parts: Sequence[Seen], used_s: Mapping[str, float], sizes: Sizes | None = None) -> Run:
+    """``parts``: what each client saw."""
+    chunks = fmean(sample.num_chunks for seen in parts for sample in seen.samples)
+    return Run(_records(parts), used_s, sum(map(_client_s, parts)), chunks, sizes)
 
 
 def _records(parts: Sequence[Seen]) -> list[Record]:

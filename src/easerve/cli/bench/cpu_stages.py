@@ -1,7 +1,7 @@
-"""The stages of EAServe one by one: CPU seconds by process, for ``cpu_allowed``.
+"""The stages of EAServe one by one: CPU seconds by process, for ``cpu_alone``.
 
 Each is asked for work without end by some callers, as it is when the whole server is busy, and
-everything that it is asked is new to it. Nothing here is taken from the runs that are explained.
+everything that it is asked is new to it.
 """
 
 import asyncio
@@ -12,9 +12,9 @@ from itertools import count
 import msgspec
 
 from easerve.cli import profile_cpu
-from easerve.cli.bench.cpu_runs import Draw, Shape
+from easerve.cli.bench.cpu_runs import Draw, Shape, num_steps
 from easerve.cli.deploy import Service
-from easerve.engines.protocol import EncodeCall, Engine, Media
+from easerve.engines.protocol import EncodeCall, Engine, Media, Prompt
 from easerve.policy.partition import SHARED, Demand
 from easerve.serve import chat
 from easerve.serve.media import Picture
@@ -34,7 +34,8 @@ class StagesBench:
         self._service, self._draw = service, draw
         engines = {stage: self._first(stage) for stage in Stage}
         self._encoder, self._prefill = engines[Stage.ENCODE], engines[Stage.PREFILL]
-        self._picture: tuple[Picture, int] | None = None
+        self._decode = engines[Stage.DECODE]
+        self._requests: list[tuple[Prompt, list[Picture]]] = []
         self.item_tokens = 1
         self._keys = count()
 
@@ -54,6 +55,7 @@ class StagesBench:
         try:
             calls = [partial(self._prepare, pool, body) for body in bodies]
             await asyncio.gather(*(call() for call in calls[num:]))  # its processes start
+            self._requests.clear()
             return await self._measured(calls[:num])
         finally:
             await pool.close()
@@ -67,9 +69,36 @@ class StagesBench:
             part.part.update(type="image_url", image_url=url, uuid=picture.key)
         (rendered,) = asked.bodies
         prompt = await self._encoder.render(rendered)
-        if self._picture is None:
-            self._picture = pictures[0], prompt.placeholders[0]
-            self.item_tokens = prompt.items[0].num_tokens
+        self._requests.append((prompt, pictures))
+        self.item_tokens = prompt.items[0].num_tokens
+
+    async def pictures_in_prefill(self, callers: int) -> Costs:
+        """What the pictures of the requests just prepared add to a prefill of as many tokens.
+
+        Their embeddings are there already; each prefill's KV cache is pulled, as in a run.
+        """
+        items = [
+            (Media(picture.key, "image_url", picture.url), placeholder)
+            for prompt, pictures in self._requests
+            for picture, placeholder in zip(pictures, prompt.placeholders, strict=True)
+        ]
+        most = self.most_items
+        batches = [items[at : at + most] for at in range(0, len(items), most)]
+        await closed_loop([partial(self._push, batch) for batch in batches], NUM_CALLERS)
+        prompts = [prompt for prompt, _ in self._requests]
+        name = self._service.deployment.name
+        texts = [
+            await self._prefill.render({"model": name, **body})
+            for body in self._draw.texts(len(prompts[0].token_ids), 2, len(prompts))
+        ]
+        filled, plain = [
+            await self._measured([partial(self._fill, each) for each in some], callers)
+            for some in (prompts, texts)
+        ]
+        return without(filled, plain)
+
+    async def _fill(self, prompt: Prompt) -> None:
+        await self._decode.release(prompt, (await self._prefill.prefill(prompt, ())).handle)
 
     async def render_text(self, num_prompt_tokens: int, num: int) -> Costs:
         """What a text of so many tokens costs before its prefill."""
@@ -81,14 +110,16 @@ class StagesBench:
 
     async def encode(
         self, num_items: int, num: int, callers: int, demand: Demand = SHARED
-    ) -> Costs:
+    ) -> tuple[Costs, float]:
         """Of an item, in calls of ``num_items`` by so many ``callers``; ``num``: of the calls.
 
-        Embeddings are pushed to the prefill engine, as in a run.
+        The number is of the encoder's steps: calls that wait share one. Embeddings are pushed to
+        the prefill engine, as in a run.
         """
         calls = [partial(self._encode, num_items, demand) for _ in range(num)]
-        costs = await self._measured(calls, callers)
-        return {name: each / num_items for name, each in costs.items()}
+        before = await num_steps(self._encoder)
+        costs = times(await self._measured(calls, callers), 1 / num_items)
+        return costs, (await num_steps(self._encoder) - before) / num / num_items
 
     @property
     def most_items(self) -> int:
@@ -96,15 +127,17 @@ class StagesBench:
         return max(1, self._encoder.max_batch_tokens // self.item_tokens)
 
     async def _encode(self, num_items: int, demand: Demand) -> None:
-        assert self._picture is not None, "prepare comes first"
-        picture, placeholder = self._picture
-        destinations = (self._prefill.worker_id,)
+        """Always the same picture, with other keys."""
+        prompt, pictures = self._requests[0]
         media = (
-            Media(f"bench-{next(self._keys)}", "image_url", picture.url) for _ in range(num_items)
+            Media(f"bench-{next(self._keys)}", "image_url", pictures[0].url)
+            for _ in range(num_items)
         )
-        await self._encoder.encode(
-            [EncodeCall(each, placeholder, destinations) for each in media], demand
-        )
+        await self._push([(each, prompt.placeholders[0]) for each in media], demand)
+
+    async def _push(self, items: Sequence[tuple[Media, int]], demand: Demand = SHARED) -> None:
+        destinations = (self._prefill.worker_id,)
+        await self._encoder.encode([EncodeCall(*each, destinations) for each in items], demand)
 
     async def _measured(self, calls: Sequence[Call], callers: int = NUM_CALLERS) -> Costs:
         """Of a call, in the mean."""
@@ -140,3 +173,8 @@ def times(costs: Mapping[str, float], number: float) -> Costs:
 def without(costs: Mapping[str, float], less: Mapping[str, float]) -> Costs:
     """No process below 0: what is taken away was measured by itself."""
     return {name: max(0.0, each - less.get(name, 0.0)) for name, each in costs.items()}
+
+
+def only(costs: Mapping[str, float], *processes: str) -> Costs:
+    """Of these; what others use, they use with nothing to do, too."""
+    return {name: each for name, each in costs.items() if name in processes}

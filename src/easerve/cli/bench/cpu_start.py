@@ -212,5 +212,6 @@ def num_ticks(plan: Plan, num_easerve: int, num_plain: int) -> int:
     """About as many as there will be, for a progress bar."""
     num_shapes, num_systems = len(plan.shapes), num_easerve + num_plain
     shares = 2 * len(plan.shares) if len(plan.shares) > 1 else 0
-    alone = num_shapes * (2 * num_easerve + 3) + 6
-    return num_systems + num_shapes + shares + plan.rounds * num_shapes * num_systems + alone + 11
+    alone = 20 * num_shapes  # shapes with as many pictures have some in common
+    rounds = plan.rounds * (num_shapes * num_systems + alone)
+    return num_systems + num_shapes + shares + rounds + 11
