@@ -69,6 +69,8 @@ class Engine(Section):
     """Embeddings that a prefill engine keeps, for requests that are still to come."""
     embedding_timeout_s: Seconds = 30
     """How long a prefill waits for embeddings that are on their way, before it fails."""
+    media_cache: ByteSize = ByteSize(GIB)
+    """Processed media that an encoder keeps, both of its processes as much; vLLM keeps 4 GiB."""
     extra_args: tuple[str, ...] = ()
     fork_server: bool | None = None
     """Fork engines from one process that has imported vLLM (CPU only). None: on a CPU, yes."""

@@ -469,7 +469,9 @@ class MadeUp:
             return Run(records, used, 0.1 * busy_s, 8.0)
         sizes = Sizes(4.0, {Stage.PREFILL: 0.5, Stage.DECODE: 2.0}, 45.0, 1.0)
         used = {"router": 0.2, "encode-0": 0.5, "prefill-0 core": 0.4, "decode-0 core": 0.5}
-        return Run(records, {n: each * busy_s for n, each in used.items()}, 0.1 * busy_s, 8.0, sizes)
+        return Run(
+            records, {n: each * busy_s for n, each in used.items()}, 0.1 * busy_s, 8.0, sizes
+        )
 
     async def alone(self, load: Load) -> Run:
         return await self.run(load)

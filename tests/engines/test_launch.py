@@ -121,6 +121,12 @@ def test_embeddings_are_pushed_into_the_inboxes_of_prefill_engines(device: str) 
         }
 
 
+def test_encoders_keep_as_much_media_as_they_may(device: str) -> None:
+    for spec in specs(device=device, engine={"media_cache": "512MiB"}, local_prefill={}).values():
+        kept = "0.5" if spec.stage is Stage.ENCODE else "0"
+        assert value(spec, "--mm-processor-cache-gb") == kept
+
+
 def test_the_secret_is_in_the_environment_of_those_who_push_and_are_pushed_to(device: str) -> None:
     for spec in specs(device=device, local_prefill={}).values():
         known = None if spec.stage is Stage.DECODE else SECRET

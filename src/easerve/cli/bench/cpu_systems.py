@@ -17,7 +17,7 @@ from easerve.bench.cpu import children, scheduled_s
 from easerve.cli import profile_cpu
 from easerve.cli.deploy import Service, check, fork_server
 from easerve.cluster.local import LocalCluster, make_folders
-from easerve.config import Deployment
+from easerve.config import GIB, Deployment
 from easerve.engines.vllm import launch
 from easerve.engines.vllm.launch import EngineSpec
 from easerve.engines.vllm.memory import CPU_KV_CACHE_BYTES
@@ -71,8 +71,8 @@ async def plain_vllm(
 ) -> AsyncIterator[list[Plain]]:
     """Aggregated engines, each group a system of its own; leaving ends them.
 
-    Each has the deployment's model, dtype, max_model_len and all the KV cache memory and sequences
-    that the deployment's prefill and decode engines have in sum; everything else is vLLM's default
+    Each has the deployment's model, dtype, max_model_len, media cache and all the KV cache memory
+    and sequences that the deployment's prefill and decode engines have in sum; everything else is vLLM's default
     for a CPU, or what the deployment's own engines get. Raises EngineStartError.
     """
     info, _ = check(deployment)
@@ -126,6 +126,7 @@ def _arguments(deployment: Deployment, port: int) -> tuple[str, ...]:
         *("--dtype", deployment.engine.dtype),
         *("--max-num-seqs", str(sum(each.max_num_seqs for each in given))),
         *("--kv-cache-memory-bytes", str(memory)),
+        *("--mm-processor-cache-gb", f"{deployment.engine.media_cache / GIB:g}"),
         *("--enforce-eager", "--distributed-executor-backend", EXECUTOR),
     ]
     if deployment.engine.max_model_len is not None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from easerve.config import ConfigError, Deployment
+from easerve.config import GIB, ConfigError, Deployment
 from easerve.engines.partition.ladder import Choice
 from easerve.engines.partition.setup import Setup
 from easerve.engines.vllm import dividing
@@ -160,6 +160,7 @@ def _arguments(
     if stage is Stage.ENCODE:
         yield from ("--ec-transfer-config", _ec_config("ec_producer", deployment, address))
         yield "--no-enable-prefix-caching"
+        yield from ("--mm-processor-cache-gb", f"{deployment.engine.media_cache / GIB:g}")
     else:
         # Items come without data here; a processor cache would look for the data.
         yield from ("--mm-processor-cache-gb", "0")
