@@ -345,12 +345,14 @@ def test_a_request_is_put_together_from_stages() -> None:
         "client": 1.0,
     }
     assert found.most_per_s == min(1.9 / sum(found.costs.values()), 1 / 8.0)
+    assert found.cores == 1.9
 
 
 def test_an_engine_that_does_all_does_one_thing_after_the_other() -> None:
     found = by_plain(cast(Alone, Told()), cast(Aggregated, MadeUp("vLLM x1", 1.0)), Shape(2, 8), 37)
     assert found.most_per_s == 1 / (7 + 5 - 3)
     assert found.costs["vLLM"] == 9.0
+    assert found.cores == sum(found.costs.values()) / 9
 
 
 async def test_stages_are_measured_once_in_a_round_and_again_when_disturbed(
@@ -500,7 +502,7 @@ def explained(_: object, system: MadeUp, *__: object) -> Allowed:
     """In the place of ``by_easerve`` and of ``by_plain``."""
     gap_s = system._gap_s
     costs = {"router": 0.2 * gap_s, "encode": 0.9 * gap_s, "decode core": 0.9 * gap_s}
-    return Allowed(costs, most_per_s(costs, 2, {}))
+    return Allowed(costs, 2, most_per_s(costs, 2, {}))
 
 
 async def drawn(system: MadeUp, load: Load) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import pytest
 import uvloop
 
 from easerve.engines.vllm import http
-from easerve.engines.vllm.http import HttpError, Pool
+from easerve.engines.vllm.http import MAX_UNREAD, HttpError, Pool
 
 PATIENCE_S = 5.0
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -92,10 +92,15 @@ async def test_at_once_is_one_connection_each(server: Server, pool: Pool) -> Non
 
 
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+END, PIECE = b"0\r\n\r\n", MAX_UNREAD // 4
 BODIES = {
     "in one piece": ([OK], b"hi"),
     "byte by byte": ([bytes([byte]) for byte in OK], b"hi"),
     "chunked": ([CHUNKED, b"2\r\nhi\r\n", b"3\r\n yo\r\n0\r\n\r\n"], b"hi yo"),
+    "large": (
+        [CHUNKED, *[b"%x\r\n%b\r\n" % (PIECE, bytes(PIECE))] * 16, END],
+        bytes(16 * PIECE),
+    ),
     "empty": ([b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"], b""),
     "no content": ([b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"], b""),
 }

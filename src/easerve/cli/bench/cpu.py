@@ -13,11 +13,18 @@ from statistics import median
 from typing import Any
 
 from easerve.bench import reference
-from easerve.bench.cpu import usable_cores
 from easerve.cli.bench.cpu_allowed import Allowed, Portions, by_easerve, by_plain, most_per_s
 from easerve.cli.bench.cpu_alone import Alone
 from easerve.cli.bench.cpu_rows import pooled, ratios
-from easerve.cli.bench.cpu_runs import Aggregated, Draw, Easerve, Load, Run, Shape, System
+from easerve.cli.bench.cpu_runs import (
+    Aggregated,
+    Draw,
+    Easerve,
+    Load,
+    Shape,
+    System,
+    checked,
+)
 from easerve.cli.bench.cpu_timeline import timeline
 from easerve.cli.bench.others import Others
 from easerve.config import Policy
@@ -195,7 +202,10 @@ class CpuBench:
             allowed[name] = by_easerve(self._alone, system, shape, portions)
         allowed[best.name] = by_plain(self._alone, best, shape, tokens)
         most = {
-            IN_RUN: {name: self._kept_busy(name, rows[name]["by_process"]) for name in allowed},
+            IN_RUN: {
+                name: self._kept_busy(name, rows[name]["by_process"], each.cores)
+                for name, each in allowed.items()
+            },
             ALONE: {name: each.most_per_s for name, each in allowed.items()},
         }
         return {
@@ -216,10 +226,10 @@ class CpuBench:
             "ratios": {each: ratios(rows, most, each) for each in (PASS, best.name)},
         }
 
-    def _kept_busy(self, name: str, costs: dict[str, float]) -> float:
-        """Requests/s with cores that never wait."""
+    def _kept_busy(self, name: str, costs: dict[str, float], cores: float) -> float:
+        """Requests/s with as many cores busy as the system keeps busy at its best."""
         (system,) = (each for each in self._systems if each.name == name)
-        return most_per_s(costs, usable_cores(), system.num_engines)
+        return most_per_s(costs, cores, system.num_engines)
 
     # At a rate --------------------------------------------------------------------------------
 
@@ -288,17 +298,6 @@ class CpuBench:
         rng = random.Random(seed)  # noqa: S311
         times_s = Arrivals("poisson", rate_per_s).times(num, rng)
         return Load(await self._draw.pictures(shape, num), times_s=times_s)
-
-
-def checked(run: Run, system: System) -> Run:
-    """Raises EngineError when requests of a closed loop failed: its throughput means nothing."""
-    lost = sum(record.outcome != "completed" for record in run.records)
-    if lost:
-        raise EngineError(
-            f"{system.name}: {lost} of {len(run.records)} requests were not completed; "
-            "the engines' logs say why"
-        )
-    return run
 
 
 def _in_turn(systems: Sequence[System], number: int) -> list[System]:

@@ -39,9 +39,11 @@ class Portions:
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """Of a system: CPU seconds that a request should cost, by process, and requests/s."""
+    """Of a system: CPU seconds that a request should cost, by process, requests/s, and the cores
+    that are busy then."""
 
     costs: Costs
+    cores: float
     most_per_s: float
 
 
@@ -54,7 +56,8 @@ def by_easerve(alone: Alone, system: Easerve, shape: Shape, portions: Portions) 
         without(_text(alone, system, shape, portions), rendered),
         only(alone.pictures_in_prefill(system, shape), *PREFILLING),
     )
-    return Allowed(costs, most_per_s(costs, alone.cores(), system.num_engines))
+    cores = alone.cores()
+    return Allowed(costs, cores, most_per_s(costs, cores, system.num_engines))
 
 
 def _encoded(alone: Alone, system: Easerve, shape: Shape, portions: Portions) -> Costs:
@@ -93,7 +96,8 @@ def by_plain(alone: Alone, system: Aggregated, shape: Shape, tokens: int) -> All
     text, first = (alone.text(system, tokens, each) for each in (shape.num_tokens, 1))
     pictures = alone.pictures(system, shape)
     costs = added(text.cost, without(pictures.cost, first.cost))
-    return Allowed(costs, 1 / (text.wall_s + max(0.0, pictures.wall_s - first.wall_s)))
+    wall_s = text.wall_s + max(0.0, pictures.wall_s - first.wall_s)
+    return Allowed(costs, sum(costs.values()) / wall_s, 1 / wall_s)
 
 
 def along(points: Sequence[Measured], stage: str, portion: float) -> Costs:

@@ -12,7 +12,16 @@ from statistics import fmean
 from typing import Any
 
 from easerve.cli import profile_cpu
-from easerve.cli.bench.cpu_runs import Aggregated, Draw, Easerve, Load, Run, Shape, System
+from easerve.cli.bench.cpu_runs import (
+    Aggregated,
+    Draw,
+    Easerve,
+    Load,
+    Run,
+    Shape,
+    System,
+    checked,
+)
 from easerve.cli.bench.cpu_stages import Costs, StagesBench
 from easerve.cli.bench.others import Others
 from easerve.policy.knobs import NO_RULE
@@ -207,7 +216,7 @@ class Alone:
         async def text() -> Measured:
             num = ROUNDS_OF_CLIENTS * max(at_once, self._fewer)
             bodies = self._draw.texts(tokens, num_tokens, num)
-            return measured(await system.run(Load(bodies, at_once, route=TEXTS)))
+            return measured(checked(await system.run(Load(bodies, at_once, route=TEXTS)), system))
 
         await self._once(_text_key(system, tokens, num_tokens, at_once), text)
 
@@ -215,7 +224,7 @@ class Alone:
         async def pictures() -> Measured:
             num = ROUNDS_OF_CLIENTS * self._all
             bodies = await self._draw.pictures(Shape(num_images, 1), num)
-            return measured(await system.run(Load(bodies, self._all)))
+            return measured(checked(await system.run(Load(bodies, self._all)), system))
 
         await self._once(("pictures", system.name, num_images), pictures)
 

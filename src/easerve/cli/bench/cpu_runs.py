@@ -16,7 +16,7 @@ from easerve.cli.bench.cpu_watch import Sizes, Watch
 from easerve.cli.deploy import Service
 from easerve.cli.profile_stages import cells
 from easerve.config import Policy
-from easerve.engines.protocol import Engine
+from easerve.engines.protocol import Engine, EngineError
 from easerve.goodput import Record, Slo, summarise
 from easerve.policy.knobs import NO_RULE
 from easerve.serve.admin import knobs_of
@@ -204,6 +204,17 @@ class Aggregated:
         """On the first replica."""
         self._turns.to(self.host)
         return _run([await _ask(self.plain.urls[0], self._model, load)], {})
+
+
+def checked(run: Run, system: System) -> Run:
+    """Raises EngineError when requests of a closed loop failed: its throughput means nothing."""
+    lost = sum(record.outcome != "completed" for record in run.records)
+    if lost:
+        raise EngineError(
+            f"{system.name}: {lost} of {len(run.records)} requests were not completed; "
+            "the engines' logs say why"
+        )
+    return run
 
 
 def _part(load: Load, index: int, num: int) -> Load:

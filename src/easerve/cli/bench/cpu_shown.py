@@ -85,10 +85,11 @@ def _allowed(result: Result, against: str) -> Section:
                 )
             )
     text = (
-        "Ratios of requests/s. In the run: what the stages' CPU times in these runs allow, when "
-        "all cores are busy, or one process is. Alone: the same by what each stage costs while "
-        "nothing else runs, in portions as in the run; an engine that does everything does one "
-        "thing after the other. Reached: measured over allowed; ! is more than 10 % off."
+        "Ratios of requests/s. In the run: what the stages' CPU times in these runs allow, with as "
+        "many cores busy as a system keeps busy while its stages are measured alone. Alone: by "
+        "what each stage costs while nothing else runs, in portions as in the run; an engine that "
+        "does everything does one thing after the other. Reached: measured over allowed; ! is more "
+        "than 10 % off."
     )
     if against == BEST:
         best = ", ".join(f"{_label(mix)}: {mix['best_vllm']}" for mix in result["mixes"])

@@ -72,8 +72,8 @@ async def plain_vllm(
     """Aggregated engines, each group a system of its own; leaving ends them.
 
     Each has the deployment's model, dtype, max_model_len, media cache and all the KV cache memory
-    and sequences that the deployment's prefill and decode engines have in sum; everything else is vLLM's default
-    for a CPU, or what the deployment's own engines get. Raises EngineStartError.
+    and sequences that the deployment's prefill and decode engines have in sum; everything else is
+    vLLM's default for a CPU, or what the deployment's own engines get. Raises EngineStartError.
     """
     info, _ = check(deployment)
     folders = make_folders()

@@ -44,11 +44,13 @@ class Pool:
     ) -> tuple[int, bytes]:
         """Status and body of the reply. Who is cancelled meanwhile cancels the request."""
         connection = await self._take()
+        pieces = []
         try:
             connection.send(method, path, body, headers)
             while not connection.complete:
                 await connection.more()
-            return connection.status, connection.take()
+                pieces.append(connection.take())  # or a large one would wait for its reader
+            return connection.status, b"".join(pieces)
         finally:
             self._give_back(connection)
 
