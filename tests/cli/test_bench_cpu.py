@@ -224,6 +224,14 @@ async def test_a_caller_makes_its_next_call_when_the_last_one_is_answered() -> N
     assert (made, most) == (7, 3)
 
 
+async def test_the_error_of_a_call_is_raised_as_it_is() -> None:
+    async def fail() -> None:
+        raise EngineError("prefill-0 answered 500")
+
+    with pytest.raises(EngineError, match="prefill-0 answered 500"):
+        await closed_loop([fail] * 4, 2)
+
+
 def encode(number: int, *names: str) -> ev.StartEncode:
     items = tuple(
         ev.EncodeItem(

@@ -15,7 +15,7 @@ from typing import Any
 from easerve.bench import reference
 from easerve.cli.bench.cpu_allowed import Allowed, Portions, by_easerve, by_plain, most_per_s
 from easerve.cli.bench.cpu_alone import Alone
-from easerve.cli.bench.cpu_rows import pooled, ratios
+from easerve.cli.bench.cpu_rows import ALONE, IN_RUN, pooled, ratios
 from easerve.cli.bench.cpu_runs import (
     Aggregated,
     Draw,
@@ -34,8 +34,6 @@ from easerve.policy.knobs import NO_RULE
 from easerve.workload.arrivals import Arrivals
 
 PASS, WHEN, WHERE, HOW, ALL = "passthrough", "When", "Where", "How", "all"
-IN_RUN, ALONE = "in_run", "alone"
-"""Where the stage times come from that explain a ratio."""
 WARM_UPS = 2  # rounds of all clients
 MOST_ROUNDS_OF_CLIENTS, LEAST_ROUNDS_OF_CLIENTS = 12, 4
 NUM_ALONE = 20

@@ -127,7 +127,7 @@ def between(line: Sequence[tuple[float, float]], x: float) -> float:
 def on_plane(points: Sequence[Measured], process: str, steps: float, chunks: float) -> float:
     """What a process costs by steps of decode and by chunks, from three points.
 
-    Raises no error where they are on one line: then it is the first one's cost.
+    Where they are on one line it is the first one's cost.
     """
     x, y, z = zip(
         *((each.portions[Stage.DECODE], each.chunks, each.cost[process]) for each in points),

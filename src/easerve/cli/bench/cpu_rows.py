@@ -6,6 +6,8 @@ from typing import Any
 
 from easerve.cli.bench.cpu_alone import grouped
 
+IN_RUN, ALONE = "in_run", "alone"
+"""Where the stage times come from that explain a ratio."""
 TOLERANCE = 0.1
 Result = dict[str, Any]
 

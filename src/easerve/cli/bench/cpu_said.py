@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from easerve.cli.bench.cpu_alone import QUIET_CORES
+from easerve.cli.bench.cpu_rows import ALONE, IN_RUN
 
 PASS, ALL = "passthrough", "all"
-IN_RUN, ALONE = "in_run", "alone"
 BEST = "vLLM"
 """Whichever of its systems answers most of a mix."""
 MECHANISMS = ("When", "Where", "How")

@@ -4,16 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from easerve.bench.report import Cell, Chart, Section, Series, Spans, Table
-from easerve.cli.bench.cpu_said import (
-    ALONE,
-    BEST,
-    IN_RUN,
-    PASS,
-    base_of,
-    conclusions,
-    disturbed,
-    middle,
-)
+from easerve.cli.bench.cpu_rows import ALONE, IN_RUN
+from easerve.cli.bench.cpu_said import BEST, PASS, base_of, conclusions, disturbed, middle
 
 Result = dict[str, Any]
 SHOWN_S, MEAN_S = 1.0, 0.02

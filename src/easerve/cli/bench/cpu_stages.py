@@ -148,16 +148,22 @@ class StagesBench:
 
 
 async def closed_loop(calls: Sequence[Call], callers: int) -> None:
-    """Each caller makes the next call when its last one has been answered."""
+    """Each caller makes the next call when its last one has been answered.
+
+    The first error ends the others, and is raised as it is.
+    """
     waiting = iter(calls)
 
     async def work() -> None:
         for call in waiting:
             await call()
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(min(callers, len(calls))):
-            group.create_task(work())
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(callers, len(calls))):
+                group.create_task(work())
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
 
 
 def added(*parts: Mapping[str, float]) -> Costs:
