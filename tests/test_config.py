@@ -156,6 +156,8 @@ def test_a_deployment_cannot_be_changed() -> None:
         ("{model: m, policy: {offload_seed: -1}}", r"policy.offload_seed: .*\(got -1\)"),
         ("{model: m, policy: {offload_seed: x}}", r"policy.offload_seed: .*integer.*\(got 'x'\)"),
         ("{model: m, policy: {share_trim: maybe}}", r"policy.share_trim: .*boolean.*'maybe'"),
+        ("{model: m, policy: {adapt_period_s: 0.5}}", r"policy.adapt_period_s: .* or equal to 1"),
+        ("{model: m, policy: {adapt_factor: 0.5}}", r"policy.adapt_factor: .* or equal to 1"),
         ("{model: m, policy: {spill_guard_s: 0}}", r"policy.spill_guard_s: .*greater than 0"),
         ("{model: m, policy: {when: never}}", r"policy.when: .*'gap' or 'slack' \(got 'never'\)"),
         ("{model: m, policy: {order: lifo}}", r"policy.order: .*'deadline' \(got 'lifo'\)"),

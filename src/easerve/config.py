@@ -27,6 +27,8 @@ Share = Annotated[float, Field(gt=0, le=1)]
 GPU_KEYS = frozenset({"devices", "gpu_memory_utilization", "tensor_parallel_size"})
 PARTITION_KNOBS = frozenset({"how", "encode_target_s", "encode_units"})
 SECRETS = (("api_key",), ("admin_token",))
+FILES = ("model", "engine.chat_template", "partition.profile")
+"""Keys that may name a file or folder, relative to the deployment file."""
 MIB, GIB = 1 << 20, 1 << 30
 
 
@@ -199,6 +201,16 @@ class Policy(Section):
     """Rule dynamic: a batch gets the fewest units with which its forward takes no longer."""
     encode_units: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Rule static: the encoder's units, always; None: half of them."""
+    adapt: bool = False
+    """Some of these knobs move slowly, near their values here (docs/adapt.md)."""
+    adapt_period_s: Annotated[float, Field(ge=1, le=3600)] = 10.0
+    """One knob moves by one step a period, at most."""
+    adapt_hold: Annotated[int, Field(ge=1, le=100)] = 3
+    """What speaks for a step must have held for so many periods."""
+    adapt_share: Annotated[float, Field(ge=0, le=1)] = 0.3
+    """How far ``remote_share`` may go from its value here."""
+    adapt_factor: Annotated[float, Field(ge=1, le=100)] = 4.0
+    """How many times as much, or as little, ``max_batch_items`` and a wait may become."""
 
 
 class MediaLimits(Section):

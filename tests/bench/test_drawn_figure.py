@@ -7,7 +7,7 @@ import pytest
 
 from easerve.bench.drawings.axes import GREY
 from easerve.bench.drawings.figure import COLOURS, colours, figure, height_px
-from easerve.bench.drawings.parts import Chart, Kind, Limit, Series, Spans
+from easerve.bench.drawings.parts import Axis, Chart, Kind, Limit, Series, Spans
 from easerve.bench.drawings.words import summary
 
 ONE = Series("one", [1, 2], [3, 4])
@@ -205,3 +205,39 @@ def test_sizes_must_fit() -> None:
         Chart("t", "x", "y", [ONE], "spans")
     with pytest.raises(ValueError, match="kind line is made of Series"):
         Chart("t", "x", "y", SPANS)
+
+
+def test_parallel_axes_have_a_line_for_each_trial_the_best_one_last() -> None:
+    axes = [
+        Axis("share", [0.5, 1.0, 0.5]),
+        Axis("rule", ["gap", None, "slack"]),
+        Axis("goodput", [2.0, 1.0, 3.0]),
+    ]
+    made = figure(Chart("t", "", "", axes, "parallel"))
+    assert [line["name"] for line in made["data"]] == ["1", "2", "3"]
+    assert made["data"][-1]["line"]["width"] > made["data"][0]["line"]["width"]
+    heights = {line["name"]: line["y"] for line in made["data"]}
+    assert heights["1"][1] > heights["2"][1], "no rule comes last"
+    assert all(0 <= y <= 1 for line in made["data"] for y in line["y"])
+    assert [note["text"] for note in made["layout"]["annotations"] if note["x"] == "rule"] == [
+        "gap",
+        "slack",
+        "–",
+    ]
+    assert not made["layout"]["showlegend"]
+    assert "rule: gap, –, slack" in summary(Chart("t", "", "", axes, "parallel"))
+
+
+def test_an_axis_of_many_numbers_is_a_scale() -> None:
+    values = [number / 20 for number in range(1, 21)]
+    axes = [Axis("share", values), Axis("goodput", values)]
+    made = figure(Chart("t", "", "", axes, "parallel"))
+    assert [line["y"][0] for line in made["data"]] == pytest.approx(
+        [number / 19 for number in range(20)]
+    )
+    assert [note["text"] for note in made["layout"]["annotations"]] == ["0.05", "1"] * 2
+
+
+def test_parallel_axes_without_trials_say_so() -> None:
+    made = figure(Chart("t", "", "", [Axis("share", []), Axis("goodput", [])], "parallel"))
+    assert made["layout"]["annotations"][0]["text"] == "nothing was recorded"

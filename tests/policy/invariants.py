@@ -5,7 +5,10 @@ from copy import deepcopy
 from itertools import chain
 from math import inf
 
+import pytest
+
 from easerve.policy import events as ev
+from easerve.policy.adapt import ADAPTED
 from easerve.policy.batching import FULL, HARD_TIMEOUT_NS
 from easerve.policy.core import Core, Limits
 from easerve.policy.directory import Directory
@@ -45,10 +48,11 @@ class Share:
             self.deficit = 0
         self.knobs = knobs
 
-    def check(self, batch: Sequence[tuple[Candidate, Placement]]) -> None:
+    def check(self, batch: Sequence[tuple[Candidate, Placement]], in_force: Knobs) -> None:
+        trims = in_force.share_trim and not in_force.adapt
         for candidate, placement in batch:
             assert round(placement.deficit_before * ONE) == self.deficit
-            assert self.knobs.share_trim or placement.share == self.knobs.remote_share
+            assert trims or placement.share == pytest.approx(in_force.remote_share, abs=1e-9)
             assert placement.side in candidate.sides
             if placement.reason not in (ONLY, SPILL):
                 by_tokens = self.knobs.where == "deficit-tokens"
@@ -97,13 +101,16 @@ class Checked(Model):
         self.standing: dict[WorkerId, Demand] = {}
         """What each encoder was told last; nothing that it was told before it joined."""
         self.share = Share(core.knobs)
+        self.configured = self.in_force = core.knobs
         self.watched = core._placing.offload = Watched(core.knobs)
 
     def step(self, events: list[ev.Event], actions: list[ev.Action], now_ns: int) -> None:
         self.joining: set[WorkerId] = set()
+        self.explained: set[str] = set()
+        """Knobs that may have changed in this step."""
         super().step(events, actions, now_ns)
         for batch in self.watched.batches:
-            self.share.check(batch)
+            self.share.check(batch, self.core.knobs)
         self.watched.batches.clear()
         assert all(request.num_prepares for request in self.requests.values())
         assert self.core.num_open == len(self.requests)
@@ -117,11 +124,14 @@ class Checked(Model):
             self.check_waits()
         self.check_deadline()
         self.check_standing()
+        self.check_adapted()
 
     def hear(self, event: ev.Event) -> None:
         super().hear(event)
         if isinstance(event, ev.KnobsChanged):
             self.share.retune(event.knobs)
+            self.configured = event.knobs
+            self.explained.update(ADAPTED)
         elif isinstance(event, ev.WorkerJoined | ev.WorkerLost):
             self.standing.pop(event.worker_id, None)
             if isinstance(event, ev.WorkerJoined) and event.stage is Stage.ENCODE:
@@ -143,6 +153,9 @@ class Checked(Model):
     def do(self, action: ev.Action) -> None:
         if isinstance(action, ev.Divide):
             self.divide(action)
+        elif isinstance(action, ev.Retuned):
+            assert action.after != action.before
+            self.explained.add(action.knob)
         super().do(action)
 
     def divide(self, action: ev.Divide) -> None:
@@ -355,6 +368,18 @@ class Checked(Model):
 
     def check_standing(self) -> None:
         assert all(each == self.stands for each in self.standing.values()), "not told"
+
+    def check_adapted(self) -> None:
+        """Near what was configured, and never without a word."""
+        before, self.in_force = self.in_force, self.core.knobs
+        changed = {
+            name for name in ADAPTED if getattr(before, name) != getattr(self.in_force, name)
+        }
+        assert changed <= self.explained
+        away = abs(self.in_force.remote_share - self.configured.remote_share)
+        assert away <= self.configured.adapt_share + 1e-9
+        if not self.configured.adapt:
+            assert self.in_force == self.configured
 
     def check_deadline(self) -> None:
         deadline_ns = self.core.next_deadline()

@@ -343,7 +343,7 @@ class Model:
                 assert set(request.attempts) == set(range(request.received.num_choices))
                 assert request.has_its_answer, "a leg has no answer"
                 self.end(action.request_id, "complete")
-        if isinstance(action, ev.StartEncode | ev.CancelEncode | ev.Divide):
+        if isinstance(action, ev.StartEncode | ev.CancelEncode | ev.Divide | ev.Retuned):
             return
         if action.request_id in self.requests:
             assert self.requests[action.request_id].num_retries <= self.limits.max_retries

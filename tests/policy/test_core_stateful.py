@@ -83,6 +83,11 @@ KNOBS = st.fixed_dictionaries(
         "how": st.sampled_from(list(DIVISIONS)),
         "encode_target_s": st.sampled_from([0.04, 0.025, 0.015, 0.001]),
         "encode_units": st.sampled_from([None, 3, 5]),
+        "adapt": st.booleans(),
+        "adapt_period_s": st.sampled_from([0.05, 0.3, 10.0]),
+        "adapt_hold": st.integers(1, 2),
+        "adapt_share": st.sampled_from([0.3, 1.0, 0.0]),
+        "adapt_factor": st.sampled_from([4.0, 1.0]),
     }
 ).map(lambda knobs: replace(DEFAULTS, **knobs))
 

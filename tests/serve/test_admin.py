@@ -307,3 +307,30 @@ async def test_the_paths_of_clients_do_not_turn_knobs(server: Server) -> None:
     response = await server.client.patch(CHAT, json={"when": "gap"}, headers=bearing(TOKEN))
     error_of(response, 405)
     assert await knobs(server) == DEFAULTS
+
+
+# Knobs that turn themselves -----------------------------------------------------------------------
+
+
+async def test_the_state_has_what_is_in_force_and_the_knobs_what_was_configured(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def in_force() -> Any:
+        response = await server.client.get("/admin/state", headers=bearing(TOKEN))
+        return response.json()["knobs"]
+
+    await turn(server, {"adapt": True, "max_batch_items": 8})
+    core = server.core
+    core._adapt.knobs = replace(core.knobs, max_batch_items=12)
+    core._retune()
+    assert (await knobs(server))["max_batch_items"] == 8
+    assert await in_force() == await knobs(server) | {"max_batch_items": 12}
+    assert (await metrics_of(server))["easerve_adapt_knob max_batch_items"] == 12
+    await turn(server, {"adapt": False})
+    assert await in_force() == await knobs(server)
+    assert core.knobs.max_batch_items == 8
+    seen = await metrics_of(server)
+    changes = {name: value for name, value in seen.items() if name.startswith("easerve_adapt_c")}
+    assert changes.pop("easerve_adapt_changes_total down max_batch_items") == 1
+    said = [record.getMessage() for record in caplog.records if record.name == "easerve.driver"]
+    assert said == ["adapt: knob max_batch_items changed from 12 to 8: adapt is off"]

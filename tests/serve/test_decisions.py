@@ -408,7 +408,7 @@ def test_a_line_that_is_not_understood_is_named(path: Path, line: str, message: 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        (b'"format":3', b'"format":2', "not the header of a decision log of format 3"),
+        (b'"format":4', b'"format":2', "not the header of a decision log of format 4"),
         (b'"limits":{', b'"limits":{"max_luck":1,', "unknown field 'max_luck' of header: "),
         (b'"kind":"header"', b'"kind":"step"', "unknown kind 'step'"),
         (b"\n", b"", "truncated"),
@@ -463,6 +463,33 @@ def test_the_first_step_that_differs_is_told_and_the_rest_counted(
     assert found.got == [{"action": "Prepare", "request_id": "r"}]
     assert [entry["action"] for entry in found.expected] == [type(a).__name__ for a in actions]
     assert (outcome.num_steps, outcome.num_actions) == (6, 2 + 2 * len(actions))
+
+
+def test_knobs_that_the_core_has_changed_are_changed_again(path: Path) -> None:
+    knobs = knobs_of(Policy(when="greedy", flow=False, adapt=True, remote_share=0.5))
+    header = Header(knobs, Admission(100, 1 << 20), Limits(), LinearCosts())
+    core, steps = header.make_core(), list[Told]()
+
+    def step(now_ns: int, *events: ev.Event) -> list[ev.Action]:
+        actions = core.step(events, now_ns)
+        steps.append((now_ns, list(events), actions))
+        return actions
+
+    e0, l0, p0 = WorkerId("e0"), WorkerId("l0"), WorkerId("p0")
+    stages = {e0: Stage.ENCODE, l0: Stage.PREFILL, p0: Stage.PREFILL, WorkerId("d"): Stage.DECODE}
+    for worker, stage in stages.items():
+        step(0, ev.WorkerJoined(worker, stage, beside=(e0,) if worker == l0 else ()))
+    for number in range(60):
+        now_ns, name = number * NS_PER_S, RequestId(f"r{number}")
+        step(now_ns, ev.RequestReceived(name, 1))
+        started = step(now_ns, ev.Prepared(name, Shape(1000, 1)))
+        for each in (each for each in started if isinstance(each, ev.StartPrefill)):
+            if each.worker_id == p0 or number < 4:  # then the local engine gets no further
+                later_ns = now_ns + NS_PER_S // (20 if each.worker_id == p0 else 2)
+                step(later_ns, ev.PrefillFinished(name, 0, 0, final=True))
+    retuned = [each for _, _, actions in steps for each in actions if isinstance(each, ev.Retuned)]
+    assert retuned
+    assert replay(write(path, steps, header)).difference is None
 
 
 def test_a_core_that_fails_is_a_difference(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -557,6 +584,7 @@ def news(chance: random.Random, number: int) -> ev.Event:
                 "remote_share": share,
                 "how": chance.choice(list(DIVISION_RULES)),
                 "encode_units": chance.choice([None, 1, 2]),
+                "adapt": chance.random() < 0.5,
             }
             return ev.KnobsChanged(dataclasses.replace(KNOBS, **turned))
         case 5:

@@ -120,6 +120,16 @@ def test_a_small_kv_cache_bounds_decode() -> None:
     assert bound_per_s(config, world(kv_tokens=2010)) == pytest.approx(SLACK * 3 * 2 / 2.0)
 
 
+def test_prefill_and_decode_in_one_engine_add_up() -> None:
+    together = EASERVE | {"prefill": None, "decode": {"max_num_batched_tokens": 1010}}
+    seconds = 1.0 + 10 * 0.2 / 256
+    assert bound_per_s(section("vllm-epd", **together), world()) == pytest.approx(SLACK / seconds)
+    slow = section(
+        "vllm-epd", **together | {"decode": {"replicas": 9}, "encode": {"dispatch_s": 9}}
+    )
+    assert bound_per_s(slow, world()) == pytest.approx(SLACK / (9 / 10 + 0.41))
+
+
 def test_whole_engines_add_their_stages_up() -> None:
     config = section("vllm", replicas=1, max_num_batched_tokens=1010)
     # A step of decodes costs the same whatever their number, 256 at most; ten pictures of 100

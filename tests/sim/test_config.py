@@ -15,6 +15,7 @@ DISAGGREGATED = {"encode": {"replicas": 4}, "prefill": {}, "decode": {"replicas"
         ("easerve", DISAGGREGATED | {"prefill": {"replicas": 2, "tensor_parallel_size": 3}}, 12),
         ("vllm", {}, 8),
         ("vllm-epd", DISAGGREGATED, 7),
+        ("vllm-epd", DISAGGREGATED | {"prefill": None}, 6),
         ("dynamo", DISAGGREGATED, 7),
         ("epdserve", DISAGGREGATED, 7),
         ("hydrainfer", {"ed": {"replicas": 2, "tensor_parallel_size": 2}, "p": {}}, 5),

@@ -1,10 +1,12 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from easerve.config import ConfigError
 from easerve.costs import models
 from easerve.sim.load import Workload, requests
+from easerve.sim.scenario import _check_media
 from easerve.workload.multimodal import PRESETS
 
 MODEL = models.read("llava-v1.6-34b")
@@ -59,6 +61,54 @@ def test_a_trace_gives_the_times(tmp_path: Path) -> None:
         requests(workload, MODEL)
     path.write_text("0.5\n4\n")
     assert [request.at_s for request in requests(workload, MODEL)] == [0.5, 4.0]
+
+
+PHASES: list[dict[str, Any]] = [
+    {"duration_s": 50, "rate_per_s": 2, "items": [{"image": "256x256"}], "text_tokens": 7},
+    {"duration_s": 50, "rate_per_s": 0},
+    {"duration_s": 100, "rate_per_s": 4, "items": [{}], "output_tokens": 3},
+]
+
+
+def test_phases_have_their_rates_and_ask_what_they_say() -> None:
+    workload = Workload.model_validate(
+        {"arrivals": "phases", "phases": PHASES, "preset": "random-mm", "num_requests": 700}
+    )
+    found = requests(workload, MODEL)
+    second = [each for each in found if each.at_s % 200 < 50]
+    last = [each for each in found if each.at_s % 200 >= 100]
+    assert len(second) + len(last) == len(found)
+    assert 70 < sum(each.at_s < 50 for each in second) < 130
+    assert 340 < sum(each.at_s < 200 for each in last) < 460
+    assert found[-1].at_s > 200  # the first phase comes again
+    assert {(len(each.items), each.num_text_tokens, each.num_tokens) for each in second} == {
+        (1, 7, 128)
+    }
+    assert {(len(each.items), each.num_text_tokens, each.num_tokens) for each in last} == {
+        (0, 1024, 3)
+    }
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"phases": PHASES, "rate_per_s": 1},
+        {"arrivals": "phases"},
+        {"arrivals": "phases", "phases": []},
+        {"arrivals": "phases", "phases": PHASES, "rate_per_s": 1},
+        {"arrivals": "phases", "phases": PHASES[1:2]},
+    ],
+)
+def test_phases_that_cannot_be(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"phases|rate"):
+        Workload.model_validate({"preset": "random-mm", **wrong})
+
+
+def test_media_of_every_phase_are_checked() -> None:
+    phases = [*PHASES, {"duration_s": 1, "rate_per_s": 1, "items": [{"audio_s": 1}]}]
+    workload = Workload.model_validate({"arrivals": "phases", "phases": phases, "items": [{}]})
+    with pytest.raises(ConfigError, match="takes no sound"):
+        _check_media(workload, MODEL)
 
 
 def test_media_that_the_model_does_not_take_are_an_error() -> None:

@@ -139,6 +139,21 @@ def offloaded(rng: random.Random) -> Trace:
     return setup, poisson(rng, rng.choice((2, 10)), 20), []
 
 
+def adapted(rng: random.Random) -> Trace:
+    """Far from the share that fits, and with short periods."""
+    setup, requests, _ = offloaded(rng)
+    setup = with_policy(
+        setup,
+        adapt=True,
+        remote_share=rng.choice((0.2, 0.8)),
+        adapt_period_s=1,
+        adapt_hold=1,
+        max_batch_items=2,
+    )
+    requests = poisson(rng, 10, 60)
+    return setup, requests, lost(rng, setup, 4.0, 0.01) if rng.random() < 0.3 else []
+
+
 def failing(rng: random.Random) -> Trace:
     setup, requests, _ = rng.choice((medium, heavy, offloaded, shared))(rng)
     setup = replace(setup, limits=Limits(2, 1000 * NS_PER_S, NS_PER_S))
@@ -197,6 +212,7 @@ TRACES: Sequence[Kind] = (
     bursts,
     shared,
     offloaded,
+    adapted,
     failing,
     failing_in_ties,
     cut_off,
@@ -249,6 +265,7 @@ SEEN: dict[str, set[str]] = {
     "heavy": {"preempted"},
     "shared": {"sent again"},
     "offloaded": {"Divide"},
+    "adapted": {"Retuned"},
     "failing": {*LOSSES, "DecodeFailed", "CancelEncode"},
     "too_long": {"failed", "PrefillFailed", "DecodeFailed"},
     "failing_in_ties": {*LOSSES, "DecodeFailed", "PrepareFailed"},

@@ -10,6 +10,7 @@ from itertools import count, groupby
 
 from easerve.bench.drawings.figure import figure, height_px
 from easerve.bench.drawings.parts import (
+    Axis,
     Cell,
     Chart,
     Limit,
@@ -22,6 +23,7 @@ from easerve.bench.drawings.parts import (
 from easerve.bench.drawings.words import summary
 
 __all__ = [
+    "Axis",
     "Cell",
     "Chart",
     "Limit",
@@ -38,6 +40,8 @@ POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 )
 PAPER_PX = 680
+WIDE = ("spans", "parallel")
+"""Kinds of charts that take the whole width."""
 MAX_LISTED = 40
 """Points of a chart that are also given as a table."""
 MAX_NARROW = 62
@@ -139,10 +143,10 @@ def _body(title: str, sections: Sequence[Section], has_charts: bool) -> Iterator
 
 def _place(part: Table | Chart) -> tuple[bool, bool]:
     """Whether it is a chart; whether it may stand beside others of its sort where there is room:
-    what is narrow may, but spans and charts with one axis take the whole width.
+    what is narrow may, but wide kinds and charts with one axis take the whole width.
     """
     if isinstance(part, Chart):
-        return True, not part.aligned and part.kind != "spans"
+        return True, not part.aligned and part.kind not in WIDE
     rows = [part.columns, *part.rows]
     widths = (max(len(shown(row[at])) for row in rows) for at in range(len(part.columns)))
     return False, sum(width + 3 for width in widths) <= MAX_NARROW

@@ -8,6 +8,7 @@ import typer
 from easerve import __version__
 from easerve.cli.bench.commands import bench
 from easerve.cli.errors import USAGE_ERROR, fail
+from easerve.cli.search.options import search
 
 app = typer.Typer(
     name="easerve",
@@ -168,8 +169,11 @@ def demo(
 def profile(
     deployment: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="A deployment file.")],
     parts: Annotated[
-        str, typer.Option(help="What to measure; of the other, what the file has is kept.")
-    ] = "surface,stages",
+        str,
+        typer.Option(
+            help="What to measure; of surface and stages, what the file has of the other is kept."
+        ),
+    ] = "surface,stages,capacity",
     batches: Annotated[str, typer.Option(help="Items of a forward.")] = "1,2,4,8,16",
     units: Annotated[
         str | None, typer.Option(help="Cores or SMs of a forward; default: up to 16 numbers.")
@@ -183,13 +187,32 @@ def profile(
         str | None,
         typer.Option(help="Of the pictures, e.g. 336x336; default: what the encoder was made for."),
     ] = None,
+    num_items: Annotated[
+        int, typer.Option(min=0, max=256, help="Part capacity: pictures of a request.")
+    ] = 1,
+    text_tokens: Annotated[
+        int, typer.Option(min=1, max=1 << 20, help="Part capacity: of a prompt, beside pictures.")
+    ] = 24,
+    output_tokens: Annotated[
+        int, typer.Option(min=1, max=1 << 20, help="Part capacity: of an answer.")
+    ] = 32,
+    tensor_parallel_sizes: Annotated[
+        str | None,
+        typer.Option(
+            help="Part capacity: of prefill and decode, e.g. 1,2,4, each in turn; default: the "
+            "file's."
+        ),
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Part capacity: measure what has been measured, too.")
+    ] = False,
     out: Annotated[
         Path, typer.Option(help="The profile goes to a file in it, by device and model.")
     ] = Path("profiles"),
     html: Annotated[Path | None, typer.Option(help="Write a report with charts.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Measure encode by compute units and batch, and what each stage costs, on this device."""
+    """Measure encode by units and batch, what each stage costs, and does alone, on this device."""
     from easerve.cli import profile as command
     from easerve.cli.bench.command import Output, counts, names
     from easerve.config import ConfigError
@@ -205,6 +228,13 @@ def profile(
             target_s,
             None if size is None else command.size_of(size),
             out,
+            num_items,
+            text_tokens,
+            output_tokens,
+            None
+            if tensor_parallel_sizes is None
+            else counts("tensor-parallel-sizes", tensor_parallel_sizes, command.MAX_SIZE),
+            fresh,
         )
         raise typer.Exit(command.run(measured, asked, Output(json_output, html)))
     except ConfigError as error:
@@ -334,6 +364,7 @@ def reproduce(
         fail(error, USAGE_ERROR)
 
 
+app.command()(search)
 app.add_typer(bench)
 
 

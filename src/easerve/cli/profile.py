@@ -1,8 +1,9 @@
-"""``easerve profile``: how long the encoder takes, by compute units and batch, on this device; and
-what each stage costs, as a simulator needs it.
+"""``easerve profile``: how long the encoder takes, by compute units and batch, on this device; what
+each stage costs, as a simulator needs it; and what each stage does alone, as a search needs it.
 
 The first is measured on an encoder and its local prefill engine, without a router; the second on
-one engine of each stage that has its device to itself, behind the router.
+one engine of each stage that has its device to itself, behind the router; ``profile_capacity`` has
+the third.
 """
 
 import dataclasses
@@ -17,9 +18,10 @@ from typing import Any, Literal
 from rich.console import Console
 
 from easerve import __version__
-from easerve.cli import divide, profile_shown
+from easerve.cli import divide, profile_capacity, profile_shown
 from easerve.cli.bench import command
 from easerve.cli.bench.others import Others
+from easerve.cli.profile_capacity_bench import Workload
 from easerve.cli.profile_engines import EnginesBench, measured_peak, started
 from easerve.cli.profile_here import here, path_of
 from easerve.cli.profile_service import NUM_PARTS, ServiceBench, Span, serving
@@ -32,21 +34,25 @@ from easerve.costs.profile import P50, Capacity, Key, Peak, Profile
 from easerve.costs.profiled import host_of
 from easerve.costs.stages import Stages
 from easerve.engines.partition import ladder
+from easerve.engines.partition.facts import Facts
 from easerve.engines.vllm.launch import EngineSpec
 from easerve.engines.vllm.models import config_of
 from easerve.policy.partition import HALF, MinUnits, Surface
 
 UNITS: Mapping[str, Literal["core", "SM"]] = {"cpu": "core", "cuda": "SM"}
 VALUE_BYTES = {"float32": 4}
-PARTS = ("surface", "stages")
+IN_FILE = ("surface", "stages")
+PARTS = (*IN_FILE, "capacity")
 MAX_SIDE = 8192
-MAX_BATCH, MAX_UNITS = 1024, HALF - 1
+MAX_BATCH, MAX_UNITS, MAX_SIZE = 1024, HALF - 1, 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """``parts``: of ``PARTS``; what the file has of the other is kept. ``units`` None: up to 16
-    numbers of them. ``size`` None: what the encoder was made for.
+    """``parts``: of ``PARTS``; what the file has of the others that are ``IN_FILE`` is kept.
+    ``units`` None: up to 16 numbers of them. ``size`` None: what the encoder was made for.
+
+    The rest is of part capacity: the shape of a request, and see ``profile_capacity``.
     """
 
     parts: Sequence[str]
@@ -56,6 +62,15 @@ class Asked:
     target_s: float
     size: tuple[int, int] | None
     folder: Path
+    num_items: int = 1
+    text_tokens: int = 24
+    output_tokens: int = 32
+    tensor_parallel_sizes: Sequence[int] | None = None
+    fresh: bool = False
+
+    @property
+    def makes_profile(self) -> bool:
+        return bool(set(self.parts) & set(IN_FILE))
 
 
 def read(path: Path, *, keep_profile: bool = False) -> Deployment:
@@ -83,20 +98,17 @@ def size_of(text: str) -> tuple[int, int]:
 
 
 def run(deployment: Deployment, asked: Asked, output: command.Output) -> int:
-    """The exit code. Nothing is written unless all has been measured."""
-    chosen = divide.choose(deployment)
-    assert chosen is not None, "the deployment has a section partition"
-    facts, choice = chosen
-    if choice.rung == ladder.OFF.name:
-        raise ConfigError("; ".join(f"{each.rung}: {each.why}" for each in choice.tried))
+    """The exit code. No profile is written unless all of it has been measured."""
+    facts = _facts(deployment, asked)
     key = here(deployment, facts)
     file = asked.folder / path_of(key, UNITS[deployment.device])
     _check_folder(file)
     side = roofline.picture_side(config_of(deployment.model))
     size = asked.size or (side, side)
-    before = _kept(asked, file, key)
+    before = _kept(asked, file, key) if asked.makes_profile else None
+    capacity = _capacity(deployment, asked, key, size, file)
 
-    async def measured(console: Console) -> dict[str, Any]:
+    async def of_file(console: Console) -> dict[str, Any]:
         made = before
         if "surface" in asked.parts:
             made = await _surface(deployment, asked, key, size, console)
@@ -110,14 +122,34 @@ def run(deployment: Deployment, asked: Asked, output: command.Output) -> int:
         work = roofline.encoder(config_of(deployment.model), *size)
         return result_of(made, asked.target_s, work) | {"file": str(file)}
 
+    async def measured(console: Console) -> dict[str, Any]:
+        unit = UNITS[deployment.device]
+        result = await of_file(console) if asked.makes_profile else profile_capacity.head(key, unit)
+        if capacity is None:
+            return result
+        found = await profile_capacity.measure(capacity, console, profile_capacity.running)
+        return profile_capacity.merged(result, profile_capacity.result_of(found, capacity))
+
     return command.run_measured(
         measured, profile_shown.of_profile, output, "EAServe profile", "profile"
     )
 
 
+def _facts(deployment: Deployment, asked: Asked) -> Facts:
+    """Of this machine. Raises ConfigError where what is asked needs a device to be divided."""
+    if not asked.makes_profile:
+        return divide.facts_of(deployment.device)
+    chosen = divide.choose(deployment)
+    assert chosen is not None, "the deployment has a section partition"
+    facts, choice = chosen
+    if choice.rung == ladder.OFF.name:
+        raise ConfigError("; ".join(f"{each.rung}: {each.why}" for each in choice.tried))
+    return facts
+
+
 def _kept(asked: Asked, file: Path, key: Key) -> Profile | None:
     """What there is of what is not measured. Raises ConfigError where that is needed and lacks."""
-    if set(PARTS) <= set(asked.parts):
+    if set(IN_FILE) <= set(asked.parts):
         return None
     if "surface" in asked.parts and not file.exists():
         return None
@@ -191,6 +223,20 @@ async def _with_stages(
                 stages = await bench.measure(tick)
                 others_cores = round(max(made.others_cores, others.cores()), 3)
     return _joined(made, stages).model_copy(update={"others_cores": others_cores})
+
+
+def _capacity(
+    deployment: Deployment, asked: Asked, here: Key, size: tuple[int, int], file: Path
+) -> profile_capacity.Plan | None:
+    """The third part, whose rows are in a file beside the profile's. Raises ConfigError."""
+    if "capacity" not in asked.parts:
+        return None
+    workload = Workload(asked.num_items, size, asked.text_tokens, asked.output_tokens)
+    wanted = profile_capacity.Asked(
+        workload, asked.batches, asked.tensor_parallel_sizes, asked.fresh
+    )
+    num_gpus = len(divide.facts_of("cuda").gpus) if deployment.device == "cuda" else 0
+    return profile_capacity.plan_of(deployment, wanted, here, file, num_gpus)
 
 
 def _joined(made: Profile, stages: Stages) -> Profile:

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from easerve.bench.client import Planned, run_in_process
 from easerve.cli import profile_cpu, profile_stages
@@ -95,6 +95,36 @@ async def serving(deployment: Deployment, progress: Progress, span: Span) -> Asy
         yield running
 
 
+class Content(NamedTuple):
+    """``item``: a picture, of which ``body`` makes a chat by key; ``words``: tokens of texts.
+
+    ``frame_tokens``: of that chat, around the picture.
+    """
+
+    item: Item
+    body: Callable[[str], Mapping[str, Any]]
+    words: Sequence[int]
+    frame_tokens: int
+
+
+async def content_of(name: str, request: mix.Request, encoder: Engine, prefill: Engine) -> Content:
+    """Of the picture in the request, as the engines of the model of this name render it."""
+    (url,) = (part["image_url"]["url"] for part in request.content if "image_url" in part)
+    picture = prepare(url, MAX_PIXELS).url
+
+    def chat(part: dict[str, Any]) -> Mapping[str, Any]:
+        return {"model": name, "messages": [{"role": "user", "content": [part]}]}
+
+    def body(key: str) -> Mapping[str, Any]:
+        return chat({"type": "image_url", "image_url": {"url": picture}, "uuid": key})
+
+    rendered = await encoder.render(body("stages"))
+    item = Item(picture, rendered.placeholders[0], rendered.items[0].num_tokens)
+    text = chat({"type": "text", "text": " ".join(mix.WORDS)})
+    words = (await prefill.render(text)).token_ids
+    return Content(item, body, words, len(rendered.token_ids) - item.num_tokens)
+
+
 class ServiceBench:
     """Measures a running service with one engine of each stage, with pictures of one size."""
 
@@ -111,17 +141,9 @@ class ServiceBench:
         }
         encoder, prefill, decode = (engines[stage] for stage in Stage)
         assert isinstance(decode, VllmEngine)
-        request = self._request(0)
-        (url,) = (part["image_url"]["url"] for part in request.content if "image_url" in part)
-        picture = prepare(url, MAX_PIXELS).url
-
-        def body(key: str) -> Mapping[str, Any]:
-            return self._chat({"type": "image_url", "image_url": {"url": picture}, "uuid": key})
-
-        rendered = await encoder.render(body("stages"))
-        item = Item(picture, rendered.placeholders[0], rendered.items[0].num_tokens)
-        text = self._chat({"type": "text", "text": " ".join(mix.WORDS)})
-        words = (await prefill.render(text)).token_ids
+        name = self._running.deployment.name
+        content = await content_of(name, self._request(0), encoder, prefill)
+        item = content.item
         caches = [await engine.metrics() for engine in (prefill, decode)]
         sizes = profile_stages.sizes_of(
             [each for each in self._batches if each * item.num_tokens <= encoder.max_batch_tokens],
@@ -133,15 +155,13 @@ class ServiceBench:
             raise EngineError("the engines hold too little: of a picture, or of a KV cache")
         self._num_plans += 1
         on_cpu = self._running.deployment.device == "cpu"
-        bench = StagesBench(engines, item, body, words, self._used, on_cpu, self._num_plans)
+        bench = StagesBench(
+            engines, item, content.body, content.words, self._used, on_cpu, self._num_plans
+        )
         return bench, sizes
 
     def _used(self) -> Mapping[str, float]:
         return profile_cpu.used_s(self._running)
-
-    def _chat(self, part: dict[str, Any]) -> Mapping[str, Any]:
-        messages = [{"role": "user", "content": [part]}]
-        return {"model": self._running.deployment.name, "messages": messages}
 
     def _request(self, index: int) -> mix.Request:
         return mix.request(mix.Mix(sizes={self._size: 1.0}), seed=1, index=index)

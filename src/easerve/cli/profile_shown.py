@@ -9,8 +9,12 @@ Result = dict[str, Any]
 
 
 def of_profile(result: Result) -> list[Section]:
+    """Results are of the parts that were asked; those of older versions have all but the last."""
+    capacity = [_capacity(result)] if "capacity_rows" in result else []
+    if "surface" not in result:
+        return capacity
     stages = [] if result["stages"] is None else [_stages(result)]
-    return [_surface(result), _fewest(result), *stages, _roofline(result)]
+    return [_surface(result), _fewest(result), *stages, *capacity, _roofline(result)]
 
 
 def _surface(result: Result) -> Section:
@@ -88,6 +92,49 @@ def _stages(result: Result) -> Section:
             Table("Around the engines", ("", "ms"), host),
         ],
     )
+
+
+def _capacity(result: Result) -> Section:
+    """One engine of each stage, in requests."""
+    rows: list[Sequence[Cell]] = [
+        (
+            row["stage"],
+            row["tp"],
+            row["batch"],
+            "any" if row["per_s"] is None else row["per_s"],
+            1e3 * row["seconds"],
+        )
+        for row in result["capacity_rows"]
+    ]
+    text = (
+        f"{result['device']}, {result['model']} in {result['dtype']}. Requests of "
+        f"{result['capacity_workload']}; one engine that has nothing else to do and work without "
+        "end. A batch is of items in an encoder's call, of prompts that prefill has at once, of "
+        "sequences that decode at once, pulls included; ms are those of the call, of the prefill, "
+        "of a token."
+    )
+    if result["others_cores"]:  # else nothing was measured this time
+        text += f" Meanwhile other processes used {result['others_cores']:.2f} cores."
+    if left_out := result["capacity_left_out"]:
+        text += f" Left out: {'; '.join(left_out)}."
+    columns = ("stage", "devices", "batch", "requests/s", "ms")
+    of_stage = {
+        stage: [row for row in result["capacity_rows"] if row["stage"] == stage and row["per_s"]]
+        for stage in dict.fromkeys(row["stage"] for row in result["capacity_rows"])
+    }
+    charts = [
+        Chart(f"{stage}, requests/s", "batch", "requests/s", list(_by_devices(found)))
+        for stage, found in of_stage.items()
+        if found
+    ]
+    return Section("Stages alone", text, [Table("Capacity of an engine", columns, rows), *charts])
+
+
+def _by_devices(rows: Sequence[Result]) -> Iterator[Series]:
+    for tp in dict.fromkeys(row["tp"] for row in rows):
+        found = [row for row in rows if row["tp"] == tp]
+        x = [float(row["batch"]) for row in found]
+        yield Series(f"{tp} device{'s' if tp > 1 else ''}", x, [row["per_s"] for row in found])
 
 
 def _cells(row: Result, wall: str) -> tuple[float, float, float]:

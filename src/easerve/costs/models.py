@@ -255,6 +255,8 @@ class ModelSpec(Section):
         "UltravoxModel",
     ]
     """As config.json names it: what vLLM takes it for."""
+    repository: Text | None = None
+    """Where engines get it from, as in ``owner/name``; None: its folder has to be named."""
     language: Language
     encoder: Encoder
 

@@ -12,6 +12,7 @@ from math import ceil
 from typing import TypeAlias, assert_never
 
 from easerve.policy import events as ev
+from easerve.policy.adapt import Adapt
 from easerve.policy.admission import Admission
 from easerve.policy.arrivals import Arrivals
 from easerve.policy.directory import Directory
@@ -59,6 +60,7 @@ class Core:
     ) -> None:
         self._admission, self._limits = admission, limits
         self.pool = Pool()
+        self._adapt = Adapt(knobs)
         self._flow = Flow(knobs, estimates)
         self._requests: dict[RequestId, Request] = {}  # by arrival, so by deadline as well
         self._num_bytes = 0  # of the open requests
@@ -87,6 +89,7 @@ class Core:
         self.pool.note_starved_stages(now_ns)
         self._expire()
         self._prepare_again()
+        self._adapt_knobs()
         self._batcher.wake_ns = self._flow.wake_ns = None
         self._dispatch_encode()
         while self._dispatch_prefill():
@@ -99,6 +102,8 @@ class Core:
         """When to call ``step`` again at the latest, events or not."""
         first = next(iter(self._requests.values()), None)
         times = [first.deadline_ns] if first else []
+        if first and self._adapt.due_ns is not None:
+            times.append(self._adapt.due_ns)
         for stage, since in self.pool.starved_since.items():
             if next(self._needing(stage), None):
                 times.append(since + self._limits.worker_wait_ns)
@@ -113,7 +118,7 @@ class Core:
 
     @property
     def knobs(self) -> Knobs:
-        """In force now."""
+        """In force now; those that are adapted may not be as they were configured."""
         return self._flow.knobs
 
     @property
@@ -146,7 +151,8 @@ class Core:
                 if isinstance(event, ev.WorkerJoined):
                     self._joined(event)
             case ev.KnobsChanged():
-                self._knobs_changed(event.knobs)
+                self._actions += self._adapt.configure(event.knobs)
+                self._retune()
             case ev.Evicted():
                 self._directory.dropped(event.worker_id, event.keys)
             case ev.Draining():
@@ -170,8 +176,18 @@ class Core:
         if event.stage is Stage.ENCODE and self._partition.standing != SHARED:
             self._divide(event.worker_id)
 
-    def _knobs_changed(self, knobs: Knobs) -> None:
-        before = self._partition.standing
+    def _adapt_knobs(self) -> None:
+        if self._adapt.due_ns is None or self._now_ns < self._adapt.due_ns:
+            return
+        num_prefills = {side: len(workers) for side, workers in self.pool.sides().items()}
+        num_encoders = len(self.pool.of(Stage.ENCODE))
+        retuned = self._adapt.tick(num_prefills, num_encoders, self._flow.times, self._now_ns)
+        if retuned:
+            self._actions += retuned
+            self._retune()
+
+    def _retune(self) -> None:
+        before, knobs = self._partition.standing, self._adapt.knobs
         self._flow.knobs = knobs
         for policy in (self._batcher, self.offload, self._partition):
             policy.retune(knobs)
@@ -253,6 +269,8 @@ class Core:
         )
         self._num_bytes += event.num_bytes
         self._flow.admitted(request)
+        if self.knobs.adapt:
+            self._adapt.asked(self._placing.backlog_tokens(), self._now_ns)
         self._actions.append(ev.Prepare(event.request_id))
 
     def _refusal(self, event: ev.RequestReceived) -> ev.Reject | None:
@@ -299,6 +317,7 @@ class Core:
         """Its destinations are drawn first. Prefill starts with it, and waits for what comes."""
         requests = requests_of(closing.entries)
         self._placing.place(requests, self._now_ns, closing.worker.worker_id)
+        self._adapt.closed(closing.decision.reason, closing.decision.wait_s)
         self._actions.append(self._supply.start(closing, self._now_ns))
         for request in requests:
             self._flow.let_pass(request)
@@ -320,6 +339,7 @@ class Core:
             return
         if seconds is not None:
             self._flow.times.encode.observe(batch.num_tokens, seconds)
+            self._adapt.encoded(len(batch.entries), batch.num_tokens, seconds)
         self._supply.arrived(batch)
         for request in self._encoding.finished(batch):
             self._sent(request)
@@ -427,6 +447,7 @@ class Core:
         since_ns = leg.since_ns + int(event.wait_s * NS_PER_S)
         seconds = worker.finish((request.request_id, leg.index), since_ns, self._now_ns)
         self._flow.times.prefilled(seconds, request.shape.num_prompt_tokens)
+        self._adapt.prefilled(worker.side, seconds, request.shape.num_prompt_tokens)
         if event.final:
             leg.move("first token was the last")
             self._leg_done(request, leg)

@@ -281,6 +281,16 @@ class Divide:
 
 
 @dataclass(frozen=True, slots=True)
+class Retuned:
+    """A knob has been changed by the core itself, and why; in force from this step on."""
+
+    knob: str
+    before: float
+    after: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class CancelEncode:
     """Nobody waits for anything of this batch any more."""
 
@@ -345,4 +355,4 @@ class Complete:
 
 
 RequestAction: TypeAlias = Prepare | StartPrefill | StartDecode | Cancel | Reject | Fail | Complete
-Action: TypeAlias = StartEncode | CancelEncode | Divide | RequestAction
+Action: TypeAlias = StartEncode | CancelEncode | Divide | Retuned | RequestAction

@@ -46,3 +46,8 @@ class Knobs:
     how: str
     encode_target_s: float
     encode_units: int | None
+    adapt: bool
+    adapt_period_s: float
+    adapt_hold: int
+    adapt_share: float
+    adapt_factor: float

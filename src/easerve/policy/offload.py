@@ -111,12 +111,13 @@ class Offload:
         self._rule = RULES[knobs.where](knobs)
         if (knobs.where, knobs.band_kappa) != (before.where, before.band_kappa):
             self._deficit = 0
-        if not knobs.share_trim or _share(knobs) != _share(before):
+        trims = knobs.share_trim and not knobs.adapt
+        if not trims or _share(knobs) != _share(before):
             self._trim = Trim(_share(knobs))
 
     def place(self, candidates: Sequence[Candidate], load: Load, now_ns: int) -> list[Placement]:
         """One for each candidate, in their order; they count as sent."""
-        trims = self._knobs.share_trim and 0 < _share(self._knobs) < ONE
+        trims = self._knobs.share_trim and not self._knobs.adapt and 0 < _share(self._knobs) < ONE
         if trims and len(load.backlog_s) == len(Side):
             self._trim.observe(load.backlog_s[LOCAL], load.backlog_s[REMOTE], now_ns)
         picks = self._draw(candidates, load)

@@ -66,6 +66,13 @@ class Placing:
         shares = self.offload.shares(workers).items()
         return min((len(workers[side]) / share for side, share in shares), default=0.0)
 
+    def backlog_tokens(self) -> dict[Side, int]:
+        """Of the least loaded prefill worker of each side."""
+        return {
+            side: min(worker.backlog_tokens for worker in workers)
+            for side, workers in self._pool.sides().items()
+        }
+
     def backlogs_s(self, now_ns: int) -> dict[Side, float]:
         """Of the least loaded prefill worker of each side."""
         token_s = self._times.prefill_token_s

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from easerve.config import PARTITION_KNOBS, Deployment, Policy, explain, merge
+from easerve.policy.adapt import ADAPTED
 from easerve.policy.knobs import Knobs, Order
 from easerve.serve.driver import Driver
 from easerve.serve.errors import ApiError
@@ -37,13 +38,15 @@ class Admin:
         self._divides = deployment.partition is not None
 
     def knobs(self) -> dict[str, Any]:
+        """As they were configured."""
         return self._policy.model_dump()
 
     def state(self) -> dict[str, Any]:
-        """What is served by whom now, and how devices are divided."""
+        """What is served by whom now, the knobs in force, and how devices are divided."""
         driver = self._driver
+        in_force = {name: getattr(driver.core.knobs, name) for name in ADAPTED}
         return {
-            "knobs": self.knobs(),
+            "knobs": self.knobs() | in_force,
             "open": driver.core.num_open,
             "queues": {str(stage): n for stage, n in driver.core.queue_lengths().items()},
             "engines": {

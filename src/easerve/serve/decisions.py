@@ -31,7 +31,7 @@ from easerve.policy.knobs import Knobs
 from easerve.policy.partition import Devices
 from easerve.types import NS_PER_S
 
-FORMAT = 3
+FORMAT = 4
 BEGIN = b'{"kind":"header",'
 BUFFER_BYTES = 64 << 10
 EVENTS: Mapping[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}

@@ -185,6 +185,15 @@ class Driver:
             case ev.Divide():
                 task = asyncio.get_running_loop().create_task(self._divide(action))
                 self._track(action.worker_id, task)
+            case ev.Retuned():
+                self.metrics.retuned(action)
+                logger.warning(
+                    "adapt: knob %s changed from %g to %g: %s",
+                    action.knob,
+                    action.before,
+                    action.after,
+                    action.reason,
+                )
             case ev.CancelEncode():
                 if action.batch_id in self._batches:
                     self._batches[action.batch_id].cancel()

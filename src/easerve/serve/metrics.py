@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from easerve.engines.protocol import Bundle, Division
+from easerve.policy.adapt import ADAPTED
 from easerve.policy.core import Core
-from easerve.policy.events import StartEncode, StartPrefill
+from easerve.policy.events import Retuned, StartEncode, StartPrefill
 from easerve.policy.partition import ALL, HALF
 from easerve.types import NS_PER_S, Side, Stage, WorkerId
 
@@ -197,6 +198,18 @@ class Metrics:
             "Time until what waits for Encode has passed it",
             registry=self.registry,
         )
+        self._knobs = Gauge(
+            "easerve_adapt_knob",
+            "The value in force of a knob that adapt may change",
+            ["knob"],
+            registry=self.registry,
+        )
+        self._retuned = Counter(
+            "easerve_adapt_changes",
+            "Changes of knobs by the server itself",
+            ["knob", "direction"],
+            registry=self.registry,
+        )
         self._backlog = Gauge(
             "easerve_backlog_tokens", "Tokens at an engine", ["worker"], registry=self.registry
         )
@@ -227,6 +240,11 @@ class Metrics:
         self._placed.labels(placement.side.value, placement.reason).inc()
         self._num_placed[placement.side] += 1
         self._items.labels("prefill").inc(action.num_held)
+
+    def retuned(self, action: Retuned) -> None:
+        """The core has changed a knob."""
+        direction = "up" if action.after > action.before else "down"
+        self._retuned.labels(action.knob, direction).inc()
 
     def pushed(self, bundles: Iterable[Bundle]) -> None:
         """Bundles have come to a prefill engine."""
@@ -280,6 +298,8 @@ class Metrics:
         self._cv.set(core.arrivals.cv)
         self._queue_s.set(core.queue_s())
         self._open.set(core.num_open)
+        for name in ADAPTED:
+            self._knobs.labels(name).set(getattr(core.knobs, name))
         self._share.set(core.offload.share)
         self._deficit.set(core.offload.deficit)
         self._realised.set(self._num_placed[Side.REMOTE] / max(1, self._num_placed.total()))

@@ -77,8 +77,27 @@ def bound_per_s(config: SystemConfig, world: World) -> float:
     """Requests per second; infinite without requests. Raises ConfigError as the costs do."""
     if not world.requests:
         return float("inf")
+    return SLACK * _bound_per_s(config, _bound(world))
+
+
+def balanced_share(config: EaserveSystem, world: World) -> float:
+    """The remote share with which both sides have as much to do as they can.
+
+    With prefills at rate r, encoders are busy for r / encode of the time, which local prefill does
+    not have: r = remote + local (1 - r / encode). 1 without local prefill or requests.
+    """
+    if config.local_prefill is None or not world.requests:
+        return 1.0
+    bound = _bound(world)
+    remote = bound.prefill(config.prefill)
+    local = bound.prefill_beside(config) - remote
+    encode = bound.encode(config.encode, config.policy.max_batch_items)
+    return min(1.0, remote * (1 + local / encode) / (remote + local))
+
+
+def _bound(world: World) -> "Bound":
     items = [item for request in world.requests for item in request.items]
-    return SLACK * _bound_per_s(config, Bound(world, _mean(world), items))
+    return Bound(world, _mean(world), items)
 
 
 def _bound_per_s(config: SystemConfig, bound: "Bound") -> float:
@@ -93,6 +112,8 @@ def _bound_per_s(config: SystemConfig, bound: "Bound") -> float:
             )
         case VllmEpdSystem():
             encode = bound.encode(config.encode, MAX_ITEMS if config.merge_calls else 1)
+            if config.prefill is None:
+                return min(encode, bound.both(config.decode))
             return min(encode, bound.prefill(config.prefill), bound.decode(config.decode))
         case DynamoSystem():
             encode = bound.encode(config.encode, 1)
@@ -197,19 +218,29 @@ class Bound:
             yield self._step(costs, 0, num)
 
     def aggregated(self, section: VllmSystem) -> float:
-        """Encode, then steps of prompts, of decodes or of both, whichever take the least."""
+        """Encode, then steps of the language model."""
+        costs = self.world.costs_of(section.tensor_parallel_size, section.step_overhead_s)
+        encode_tokens = section.max_num_encoder_input_tokens or section.max_num_batched_tokens
+        encode_s = self._encode_s(costs, 0.0, MAX_ITEMS, encode_tokens)
+        return _rate(section.replicas, encode_s + self._both_s(section, with_encoder=True))
+
+    def both(self, section: LlmEngines) -> float:
+        """Prefill and decode in the same engines."""
+        return _rate(section.replicas, self._both_s(section, with_encoder=False))
+
+    def _both_s(self, section: LlmEngines, with_encoder: bool) -> float:
+        """Of an engine for a request: steps of prompts, of decodes or of both, whichever take the
+        least.
+        """
         tp, utilization = section.tensor_parallel_size, section.gpu_memory_utilization
         costs = self.world.costs_of(tp, section.step_overhead_s)
-        tokens = section.kv_cache_tokens or self.world.kv_tokens(tp, utilization, True)
+        tokens = section.kv_cache_tokens or self.world.kv_tokens(tp, utilization, with_encoder)
         budget = section.max_num_batched_tokens
         steps = [*self._prefills(costs, budget)]
         if self.mean.decodes:
             slots = min(section.max_num_seqs, tokens / self.mean.context)
             steps += [*self._decodes(costs, slots), *self._mixed(costs, budget, slots)]
-        steps_s = _least_s(self.mean.tokens, self.mean.decodes, steps)
-        encode_tokens = section.max_num_encoder_input_tokens or budget
-        encode_s = self._encode_s(costs, 0.0, MAX_ITEMS, encode_tokens)
-        return _rate(section.replicas, encode_s + steps_s)
+        return _least_s(self.mean.tokens, self.mean.decodes, steps)
 
     def _mixed(self, costs: Costs, budget: int, slots: float) -> Iterator[Step]:
         for num in sizes(slots, COARSE):

@@ -185,19 +185,27 @@ class VllmEpdSystem(Section):
     engine. ``merge_calls``: calls that wait for an encoder share a forward, up to its token budget,
     as vLLM's scheduler takes them; false is what we have seen on a CPU, a forward for each.
     ``routing`` of prefill and decode: the proxy draws. Prefill's answer is thrown away, so the
-    first token is decode's.
+    first token is decode's. ``prefill`` null, as the proxy has it with prefill disabled: the
+    engines of ``decode`` prefill as well, and nothing is handed over.
     """
 
     first_token_at: FirstToken = DECODE
     encode: Encoders
-    prefill: LlmEngines
+    prefill: LlmEngines | None
     decode: LlmEngines
     merge_calls: bool = True
     routing: Literal["random", "round-robin"] = "random"
 
     @property
     def num_gpus(self) -> int:
-        return self.encode.num_gpus + self.prefill.num_gpus + self.decode.num_gpus
+        num_prefill = self.prefill.num_gpus if self.prefill else 0
+        return self.encode.num_gpus + num_prefill + self.decode.num_gpus
+
+    @model_validator(mode="after")
+    def _first_token_is_of_an_engine(self) -> Self:
+        if self.prefill is None and self.first_token_at == PREFILL:
+            raise ValueError("first_token_at: prefill needs engines of prefill alone")
+        return self
 
 
 class DynamoSystem(Section):

@@ -1,8 +1,11 @@
 """The load of a scenario: what its file says, and the requests that come of it for a model."""
 
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from random import Random
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -33,16 +36,27 @@ MAX_REQUESTS = 1_000_000
 """Of a run; each takes about a kilobyte."""
 
 
+class Phase(Section):
+    """Poisson arrivals for ``duration_s``; what is not given is the workload's."""
+
+    duration_s: Seconds
+    rate_per_s: Annotated[float, Field(ge=0, le=1e9)]
+    items: tuple[Item, ...] | None = None
+    text_tokens: Tokens | None = None
+    output_tokens: Tokens | None = None
+
+
 class Workload(Section):
     """When requests come and what they ask.
 
     ``arrivals``, ``rate_per_s``, ``cv``, ``trace`` (a file of arrival times) and ``rescaled`` as
     ``workload/arrivals``. What is asked is a ``preset``, a mix by name, or ``items``; tokens that
     are not given are the preset's, or 1024 of text and 128 of answer. ``seed``: of arrivals and of
-    what is asked.
+    what is asked. ``phases``: a load that drifts, for ``arrivals: phases``; after the last comes
+    the first again.
     """
 
-    arrivals: Literal["poisson", "gamma", "constant", "trace"] = "poisson"
+    arrivals: Literal["poisson", "gamma", "constant", "trace", "phases"] = "poisson"
     rate_per_s: Seconds | None = None
     cv: float | None = None
     trace: str | None = None
@@ -53,11 +67,14 @@ class Workload(Section):
     text_tokens: Tokens | None = None
     output_tokens: Tokens | None = None
     items: tuple[Item, ...] | None = None
+    phases: Annotated[tuple[Phase, ...], Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
     def _can_be(self) -> Self:
         if (self.arrivals == "trace") is (self.trace is None):
             raise ValueError("arrivals: trace and the file trace: give both or neither")
+        if (self.arrivals == "phases") is (self.phases is None):
+            raise ValueError("arrivals: phases and the list phases: give both or neither")
         self.process()
         if self.preset is not None and self.preset not in PRESETS:
             raise ValueError(f"preset {self.preset!r} is none of {', '.join(PRESETS)}")
@@ -65,20 +82,34 @@ class Workload(Section):
             raise ValueError(
                 f"give a preset ({', '.join(PRESETS)}) or items; null takes away what a base gives"
             )
-        self.mix()
+        self.mixes()
         return self
 
     def process(self) -> Arrivals:
         path = None if self.trace is None else Path(self.trace)
-        return Arrivals(self.arrivals, self.rate_per_s, self.cv, path, self.rescaled)
+        steps = tuple((phase.rate_per_s, phase.duration_s) for phase in self.phases or ())
+        kind = "steps" if steps else self.arrivals
+        return Arrivals(kind, self.rate_per_s, self.cv, path, self.rescaled, steps=steps or None)
 
-    def mix(self) -> Mix:
+    def mixes(self) -> list[Mix]:
+        """Of each phase; one where there are none."""
+        return [self.mix(phase) for phase in self.phases or (None,)]
+
+    def mix(self, phase: Phase | None = None) -> Mix:
         base = Mix() if self.preset is None else PRESETS[self.preset]
+        given: list[Phase | Workload] = [self] if phase is None else [phase, self]
         return Mix(
-            base.items if self.items is None else self.items,
-            self.text_tokens or base.num_text_tokens,
-            self.output_tokens or base.num_output_tokens,
+            _first([each.items for each in given], base.items),
+            _first([each.text_tokens for each in given], base.num_text_tokens),
+            _first([each.output_tokens for each in given], base.num_output_tokens),
         )
+
+
+Given = TypeVar("Given")
+
+
+def _first(choices: Sequence[Given | None], default: Given) -> Given:
+    return next((each for each in choices if each is not None), default)
 
 
 def requests(workload: Workload, model: ModelSpec) -> list[Request]:
@@ -86,7 +117,6 @@ def requests(workload: Workload, model: ModelSpec) -> list[Request]:
     media that the model does not take.
     """
     num = workload.num_requests
-    drawn = multimodal.requests(workload.mix(), num, workload.seed)
     try:
         times_s = workload.process().times(num, Random(f"{workload.seed}:arrivals"))  # noqa: S311
         return [
@@ -96,9 +126,18 @@ def requests(workload: Workload, model: ModelSpec) -> list[Request]:
                 asked.num_text_tokens,
                 asked.num_output_tokens,
             )
-            for at_s, asked in zip(times_s, drawn, strict=True)
+            for at_s, asked in zip(times_s, _asked(workload, times_s), strict=True)
         ]
     except OSError as error:
         raise ConfigError(f"workload.trace: {error.filename}: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"workload: {error}") from None
+
+
+def _asked(workload: Workload, times_s: Sequence[float]) -> Iterator[multimodal.Request]:
+    """What is asked at these times."""
+    mixes = workload.mixes()
+    ends_s = list(accumulate(phase.duration_s for phase in workload.phases or ()))
+    for index, time_s in enumerate(times_s):
+        number = bisect_right(ends_s, time_s % ends_s[-1]) if ends_s else 0
+        yield multimodal.request(mixes[number], workload.seed, index)

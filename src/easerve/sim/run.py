@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from easerve.costs.base import Media
 from easerve.goodput import Outcome, Record
-from easerve.policy.events import StartEncode, StartPrefill
+from easerve.policy.events import Retuned, StartEncode, StartPrefill
 from easerve.types import NS_PER_S, Stage
 
 
@@ -43,8 +43,8 @@ class Span(NamedTuple):
 class Run:
     """What came of a run; engines and systems write it, nobody of them reads it.
 
-    ``stages``: of each engine. ``batches`` and ``prefills``: decisions of the core, and when.
-    ``spans``: only if ``traced``. ``num_preempted``: sequences that were computed once more.
+    ``stages``: of each engine. ``batches``, ``prefills``, ``retuned``: decisions of the core, and
+    when. ``spans``: only if ``traced``. ``num_preempted``: sequences that were computed once more.
     """
 
     traced: bool = False
@@ -56,6 +56,7 @@ class Run:
     spans: list[Span] = field(default_factory=list)
     batches: list[tuple[int, StartEncode]] = field(default_factory=list)
     prefills: list[tuple[int, StartPrefill]] = field(default_factory=list)
+    retuned: list[tuple[int, Retuned]] = field(default_factory=list)
     num_items: int = 0
     num_calls: int = 0
     num_preempted: int = 0

@@ -302,14 +302,15 @@ def read(path: Path, variant: str | None = None, over: Sequence[str] = ()) -> Sc
             raise ConfigError(f"{path}: experiment has no variant {variant!r}; there are: {known}")
         content = laid(content, variants[variant])
     if over:
-        content = laid(content, dict(map(_change, over)))
+        content = laid(content, dict(map(key_value, over)))
     if variant is None and not over:
         return scenario
     changed = [f"variant {variant}"] if variant else []
     return build(content, f"{path}, {', '.join([*changed, *(f'--set {each}' for each in over)])}")
 
 
-def _change(text: str) -> tuple[str, Any]:
+def key_value(text: str) -> tuple[str, Any]:
+    """``workload.num_requests=100`` -> the path of a key and its value. Raises ConfigError."""
     key, equals, value = text.partition("=")
     if not equals or not all(key.split(".")):
         raise ConfigError(f"--set {text!r} is not like workload.num_requests=100")
@@ -348,7 +349,7 @@ def _check_parts(scenario: Scenario, source: str) -> None:
 
 
 def _check_media(workload: Workload, model: ModelSpec) -> None:
-    for item in workload.mix().items:
+    for item in (item for mix in workload.mixes() for item in mix.items):
         content = item.draw(Random(0))  # noqa: S311
         try:
             if content is not None:

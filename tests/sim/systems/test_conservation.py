@@ -23,6 +23,7 @@ SYSTEMS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "vllm": ("vllm", {"replicas": 2}),
     "vllm behind a proxy": ("vllm", {"replicas": 2, "routing": "round-robin"}),
     "vllm-epd": ("vllm-epd", STAGES),
+    "vllm-epd, prefill with decode": ("vllm-epd", {**STAGES, "prefill": None}),
     "dynamo": ("dynamo", STAGES),
     "dynamo, prefill's token": ("dynamo", {**STAGES, "first_token_at": "prefill"}),
     "epdserve": ("epdserve", STAGES),

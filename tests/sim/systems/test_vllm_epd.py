@@ -1,6 +1,9 @@
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
+
+from easerve.sim.config import VllmEpdSystem
 
 from .simulated import NO_HOST, pictures, simulate, text
 
@@ -81,3 +84,34 @@ def test_a_request_that_an_engine_cannot_hold_fails(small: str) -> None:
         "vllm-epd", section(1, **{small: {"kv_cache_tokens": 512}}), [pictures(), text()]
     )
     assert {each.outcome for each in done.run.records} == {"failed"}
+
+
+def test_decode_engines_may_prefill_as_well() -> None:
+    done = simulate("vllm-epd", section(2, prefill=None), [pictures(2), text(5)])
+    assert done.spans("e0", "encode") == done.spans("e1", "encode") == [(0, 2)]
+    assert done.spans("d0", "prefill") == [(2.5, 3.5), (5, 6)]
+    assert not done.spans("d0", "transfer")  # nothing is handed over
+    assert done.times_s == {"r0": (3.5, 3.7), "r1": (6, 6.2)}
+
+
+def test_a_prompt_holds_up_the_decodes_of_its_engine() -> None:
+    alone = simulate("vllm-epd", section(prefill=None), [text(num_tokens=30)])
+    assert alone.times_s == {"r0": (1, 3.9)}
+    beside = simulate("vllm-epd", section(prefill=None), [text(num_tokens=30), text(1.5, 1000, 1)])
+    assert beside.times_s == {"r0": (1, 4.9), "r1": (2.6, 2.6)}
+
+
+def test_an_answer_of_one_token_ends_with_its_prompt() -> None:
+    done = simulate("vllm-epd", section(prefill=None), [text(num_tokens=1)])
+    assert done.times_s == {"r0": (1, 1)}
+
+
+def test_what_the_one_engine_cannot_hold_fails() -> None:
+    small = {"kv_cache_tokens": 512}
+    done = simulate("vllm-epd", section(prefill=None, decode=small), [pictures(), text()])
+    assert {each.outcome for each in done.run.records} == {"failed"}
+
+
+def test_prefills_token_needs_prefill_engines() -> None:
+    with pytest.raises(ValidationError, match="first_token_at: prefill needs engines of prefill"):
+        VllmEpdSystem.model_validate(section(prefill=None, first_token_at="prefill"))

@@ -7,8 +7,9 @@ the page; colours are told apart by dashes or markers as well.
 import math
 from collections.abc import Iterator, Sequence
 
+from easerve.bench.drawings import parallel
 from easerve.bench.drawings.axes import GREY, Json, plain, rows, x_axis, y_axis
-from easerve.bench.drawings.parts import Chart, Limit, Series, Spans
+from easerve.bench.drawings.parts import Axis, Chart, Limit, Series, Spans
 
 # Okabe and Ito's colours, which most colour-blind people can tell apart, without black and yellow.
 COLOURS = (
@@ -53,6 +54,9 @@ def figure(chart: Chart) -> Json:
 def _traces(chart: Chart) -> Iterator[Json]:
     if chart.kind == "spans":
         yield from (_spans(each, number) for number, each in enumerate(chart.spans))
+        return
+    if chart.kind == "parallel":
+        yield from parallel.lines(chart.axes)
         return
     for number, series in enumerate(chart.lines):
         if series.low is not None and chart.kind != "bar":
@@ -171,6 +175,8 @@ def _layout(chart: Chart) -> Json:
         layout["margin"]["l"] = ALIGNED_LEFT_PX
     if chart.kind == "spans":
         layout["barmode"] = "overlay"
+    if chart.kind == "parallel":
+        layout |= parallel.layout(chart.axes)
     if limits:
         layout["shapes"] = [_line(limit) for limit in limits]
     if named := [limit for limit in limits if limit.name]:
@@ -180,14 +186,18 @@ def _layout(chart: Chart) -> Json:
     return layout
 
 
-def _has_points(series: Series | Spans) -> bool:
+def _has_points(series: Series | Spans | Axis) -> bool:
     if isinstance(series, Spans):
         return bool(series.rows)
+    if isinstance(series, Axis):
+        return bool(series.values)
     return any(y is not None for y in series.y)
 
 
 def height_px(chart: Chart) -> int:
     """Enough for the legend on a narrow screen, and for every row of spans."""
+    if chart.kind == "parallel":
+        return parallel.HEIGHT_PX
     chars = sum(len(name) + 8 for name in _legend(chart))
     legend = math.ceil(chars / LEGEND_CHARS) * LEGEND_ROW_PX
     if chart.kind == "spans":
@@ -197,9 +207,10 @@ def height_px(chart: Chart) -> int:
 
 
 def _legend(chart: Chart) -> list[str]:
-    """None for a single name, or where each row has the name of its spans."""
+    """None for a single name, parallel axes, or where each row has the name of its spans."""
     names = [each.name for each in chart.series]
-    return [] if len(names) == 1 or names == rows(chart) else names
+    bare = chart.kind == "parallel" or len(names) == 1 or names == rows(chart)
+    return [] if bare else names
 
 
 def _line(limit: Limit) -> Json:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Cell = str | int | float | None
-Kind = Literal["line", "step", "area", "scatter", "bar", "spans"]
+Kind = Literal["line", "step", "area", "scatter", "bar", "spans", "parallel"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,14 @@ class Spans:
 
 
 @dataclass(frozen=True, slots=True)
+class Axis:
+    """One of parallel axes. ``values``: of each line; None is a place of its own."""
+
+    name: str
+    values: Sequence[Cell]
+
+
+@dataclass(frozen=True, slots=True)
 class Limit:
     """A line across the chart at a value of one axis, with a short name beside it."""
 
@@ -88,7 +96,8 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """``series`` are Spans where ``kind`` is spans (rows from the top, as they come), else Series.
+    """``series`` are Spans where ``kind`` is spans (rows from the top, as they come), Axes where it
+    is parallel (lines are as dark as their number on the last one is high), else Series.
 
     A step holds its value until the next x; areas are stacked. ``limit`` is a short form of one
     nameless Limit on y. ``x_range`` and ``y_range`` are from, to. ``aligned`` charts under each
@@ -98,7 +107,7 @@ class Chart:
     title: str
     x_title: str
     y_title: str
-    series: Sequence[Series] | Sequence[Spans]
+    series: Sequence[Series] | Sequence[Spans] | Sequence[Axis]
     kind: Kind = "line"
     limit: float | None = None
     limits: Sequence[Limit] = ()
@@ -108,7 +117,7 @@ class Chart:
     aligned: bool = False
 
     def __post_init__(self) -> None:
-        wanted = Spans if self.kind == "spans" else Series
+        wanted = {"spans": Spans, "parallel": Axis}.get(self.kind, Series)
         if not all(isinstance(each, wanted) for each in self.series):
             raise ValueError(f"a chart of kind {self.kind} is made of {wanted.__name__}")
 
@@ -120,6 +129,10 @@ class Chart:
     @property
     def spans(self) -> Sequence[Spans]:
         return [each for each in self.series if isinstance(each, Spans)]
+
+    @property
+    def axes(self) -> Sequence[Axis]:
+        return [each for each in self.series if isinstance(each, Axis)]
 
     @property
     def marked(self) -> Sequence[Limit]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from easerve.bench.drawings.parts import Chart, Series, Spans, shown
+from easerve.bench.drawings.parts import Axis, Chart, Series, Spans, shown
 
 Point = tuple[float, str | float]
 MAX_NAMED = 8
@@ -13,6 +13,7 @@ KINDS = {
     "scatter": "Points",
     "bar": "Bars",
     "spans": "Intervals",
+    "parallel": "Parallel axes",
 }
 
 
@@ -25,12 +26,22 @@ def _sentences(chart: Chart) -> Iterator[str]:
     axes = chart.x_title if chart.kind == "spans" else f"{chart.y_title} by {chart.x_title}"
     yield f"{KINDS[chart.kind]}: {chart.title}; {axes}."
     for each in chart.series[:MAX_NAMED]:
-        yield _of_spans(each) if isinstance(each, Spans) else _of_series(each)
+        yield _of(each)
     if len(chart.series) > MAX_NAMED:
         yield f"And {len(chart.series) - MAX_NAMED} more."
     if chart.marked:
         marks = (f"{mark.name} {shown(float(mark.value))}".strip() for mark in chart.marked)
         yield f"Marked: {', '.join(marks)}."
+
+
+def _of(each: Series | Spans | Axis) -> str:
+    match each:
+        case Spans():
+            return _of_spans(each)
+        case Axis():
+            return f"{each.name}: {', '.join(map(shown, dict.fromkeys(each.values)))}."
+        case _:
+            return _of_series(each)
 
 
 def _of_spans(spans: Spans) -> str:

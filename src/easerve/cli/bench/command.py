@@ -274,7 +274,8 @@ def show(sections: Sequence[report.Section], console: Console) -> None:
         for part in section.parts:
             if isinstance(part, report.Table):
                 console.print(rich_table(part))
-        console.print(section.text + "\n", highlight=False, markup=False)
+        if section.text:
+            console.print(section.text + "\n", highlight=False, markup=False)
 
 
 def rich_table(table: report.Table) -> Table:

@@ -158,8 +158,8 @@ class Served:
                 if action.batch_id in self._calls:
                     encoder, call = self._calls.pop(action.batch_id)
                     return self._fleet.drop(encoder, call, now_ns)
-            case ev.Divide():
-                self._fleet.divide(action.worker_id, action.demand)
+            case ev.Divide() | ev.Retuned():
+                self._change(action, now_ns)
             case ev.StartPrefill():
                 return self._prefill(action, now_ns)
             case ev.StartDecode():
@@ -173,6 +173,12 @@ class Served:
             case ev.Fail():
                 return self._end(action.request_id, "failed", now_ns)
         return ()
+
+    def _change(self, action: ev.Divide | ev.Retuned, now_ns: int) -> None:
+        if isinstance(action, ev.Divide):
+            self._fleet.divide(action.worker_id, action.demand)
+        else:
+            self._run.retuned.append((now_ns, action))
 
     def _prepare(self, request_id: RequestId, now_ns: int) -> Iterable[Effect]:
         """An item that is decoded stays so, should the prompt have to be rendered once more."""
