@@ -51,7 +51,7 @@ def test_json_has_the_keys_that_scripts_rely_on(
     found = json.loads(said(capsys, asked))
     assert (found["verdict"], found["winner"]) == ("do not split", "aggregated")
     assert found["break_even_per_s"] is None
-    assert "an engine of each kind needs 5 devices in all, and there are 2" in found["reason"]
+    assert "an engine of each kind needs 3 devices in all, and there are 2" in found["reason"]
     assert found["slo"]["ttft_s"] == 10
     (system,) = found["systems"].values()
     assert system["topology"] == "tp2"

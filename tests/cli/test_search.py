@@ -23,6 +23,7 @@ from .conftest import Easerve
 ROOT = Path(__file__).parents[2]
 IMAGES = str(ROOT / "scenarios/llava-34b-rtx6000ada.yaml")
 SMALL = ["--set", "workload.num_requests=40", "--knob", "policy.max_batch_items=4"]
+HARD = ["--slo", "ttft=2s,tpot=80ms", "--rate", "50"]
 SMALL += ["--space", "paper", "--rate", "2", "--seeds", "1,2"]
 
 
@@ -92,11 +93,11 @@ def test_a_promise_that_nothing_keeps_has_no_winner(
     ended = easerve("search", IMAGES, *SMALL, *asked)
     assert ended.code == 2
     assert "no allocation can keep the promise" in ended.err
-    found = searched("--rate", "50", "--trials", "2", "--out", str(out), code=1)
+    found = searched(*HARD, "--trials", "2", "--out", str(out), code=1)
     assert found["best"] is None
     assert found["closest"]["attainment"] < 0.9
     assert not out.exists()
-    told = easerve("search", IMAGES, *SMALL, "--rate", "50", "--trials", "2")
+    told = easerve("search", IMAGES, *SMALL, *HARD, "--trials", "2")
     assert "there is no winner" in told.out
 
 
@@ -128,6 +129,16 @@ def test_what_is_asked_wrongly(easerve: Easerve, arguments: list[str], cause: st
     ended = easerve("search", *arguments)
     assert ended.code == 2, ended.err
     assert cause in " ".join(ended.err.split())
+
+
+def test_a_result_is_drawn_again_from_its_json(
+    easerve: Easerve, searched: Searched, tmp_path: Path
+) -> None:
+    kept, page = tmp_path / "search.json", tmp_path / "page.html"
+    kept.write_text(json.dumps(searched("--trials", "3")))
+    assert easerve("report", kept, "--html", page).code == 0
+    assert "Every trial, darker where goodput is higher" in page.read_text()
+    assert "3 trials by has (seed 0)" in easerve("report", kept).out
 
 
 def test_values_of_knobs_are_read_as_yaml() -> None:

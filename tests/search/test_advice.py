@@ -363,7 +363,7 @@ def test_two_gpus_hold_no_split() -> None:
     advice = advise(TWO_GPUS, found, Load(Slo(10.0, 0.2), max_requests=20), (1,))
     assert (advice.verdict, advice.winner.name) == (WHOLE, AGGREGATED)
     assert advice.impossible.keys() == {E_PD, E_P_D, OURS}
-    assert "an engine of each kind needs 5 devices in all, and there are 2" in reason(advice, SLO)
+    assert "an engine of each kind needs 3 devices in all, and there are 2" in reason(advice, SLO)
 
 
 def test_a_verdict_repeats() -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -100,19 +99,9 @@ def _of_deployment(asked: Asked) -> Scenario:
     if asked.variant is not None:
         raise ConfigError(f"{asked.path}: a deployment file has no variants")
     content = deployments.content_of(asked.path, asked.given)
-    content = scenarios.laid(content, dict(map(_change, asked.over)))
+    content = scenarios.laid(content, dict(map(scenarios.key_value, asked.over)))
     deployments.check_asked(content)
     return scenarios.build(content, str(asked.path))
-
-
-def _change(text: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
-    if not equals or not all(key.split(".")):
-        raise ConfigError(f"--set {text!r} is not like workload.text_tokens=100")
-    try:
-        return key, yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--set {key}: not YAML: {error}") from None
 
 
 def _promise(

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from easerve import __version__
+from easerve.cli.advise_options import advise
 from easerve.cli.bench.commands import bench
 from easerve.cli.errors import USAGE_ERROR, fail
 from easerve.cli.search.options import search
@@ -365,6 +366,7 @@ def reproduce(
 
 
 app.command()(search)
+app.command()(advise)
 app.add_typer(bench)
 
 

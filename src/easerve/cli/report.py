@@ -32,6 +32,8 @@ DRAWN_BY = {
     "bench-transfer": ("easerve.cli.bench.transfer_shown", "of_transfer"),
     "bench-twin": ("easerve.cli.bench.twin_shown", "of_twin"),
     "profile": ("easerve.cli.profile_shown", "of_profile"),
+    "search": ("easerve.cli.search.shown", "sections"),
+    "search-compare": ("easerve.cli.search.compare", "sections"),
 }
 """Others, each on its own: module and function, imported when there is such a result."""
 DEFAULT_TITLE = "EAServe report"

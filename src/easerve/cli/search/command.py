@@ -38,7 +38,7 @@ from easerve.search.trials import Trial
 from easerve.search.trials import best as winner_of
 
 INTERRUPTED, NO_WINNER = 130, 1
-MAX_SEED = 1 << 53
+MAX_SEED, MAX_GPU = 1 << 53, 1 << 16
 
 
 @dataclass(frozen=True, slots=True)

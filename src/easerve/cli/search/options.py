@@ -59,6 +59,9 @@ def search(
     max_engines: Annotated[
         int | None, varying(min=3, help="On a CPU; default: two more than it has cores.")
     ] = None,
+    gpus: Annotated[
+        str | None, varying(help="Those of this machine to use, e.g. 0,1,2,3; default: all.")
+    ] = None,
     method: Annotated[
         str, searching(help="has, tpe, random, coordinate or grid (everything).")
     ] = "has",
@@ -149,7 +152,10 @@ def search(
             )
             tried = prepare.Live(
                 *(load, rates_per_s[0], window, reference, machine),
-                *(max_engines, profiles, allow_late),
+                max_engines,
+                None if gpus is None else counts("gpus", gpus, command.MAX_GPU, least=0),
+                profiles,
+                allow_late,
             )
         asked = command.Asked(
             common,

@@ -28,6 +28,7 @@ from easerve.costs import hardware, roofline
 from easerve.engines.vllm.models import config_of
 from easerve.goodput import Slo, parse_slo
 from easerve.search import allocations, best, machine, modelled, pruning, simulated, spaces
+from easerve.search.allocations import Enumeration
 from easerve.search.bottleneck import TP, Site
 from easerve.search.capacity import Table
 from easerve.search.methods.method import Candidate
@@ -78,8 +79,8 @@ class Simulated:
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """``max_engines`` None: as many as the machine's default. ``profiles``: the folder with what
-    stages do alone.
+    """``max_engines`` None: as many as the machine's default; ``gpus`` None: all. ``profiles``: the
+    folder with what stages do alone.
     """
 
     load: Load
@@ -88,6 +89,7 @@ class Live:
     reference: Path | None
     machine: str | None
     max_engines: int | None
+    gpus: Sequence[int] | None
     profiles: Path
     allow_late: bool
 
@@ -162,6 +164,7 @@ def on_simulator(common: Common, asked: Simulated) -> Prepared:
     )
     slo = _slo(scenario, common)
     found = allocations.enumerate_(machine.of_scenario(scenario))
+    why = _why(found)
     space = spaces.space(common.space, found.allocations, common.knobs)
     site = _modelled(scenario, space, slo)
     kept = _pruned(common, space, site)
@@ -182,7 +185,7 @@ def on_simulator(common: Common, asked: Simulated) -> Prepared:
         objective.rates_per_s,
         _load(scenario),
         space,
-        {each.name: each.why for each in found.pruned},
+        *why,
         kept,
         "modelled, by the costs of the scenario",
     )
@@ -231,6 +234,15 @@ def _tps(space: Space) -> set[int]:
     return found
 
 
+def _why(found: Enumeration) -> tuple[dict[str, str], dict[str, str]]:
+    """Of what cannot be, and of what cannot prefill beside encoders. Raises ConfigError."""
+    if not found.allocations:
+        why = "; ".join(dict.fromkeys(each.why for each in found.pruned))
+        raise ConfigError(f"no allocation can be: {why or 'three devices are the least'}")
+    pruned = {each.name: each.why for each in found.pruned}
+    return pruned, {each.name: each.why for each in found.remote_only}
+
+
 def _pruned(common: Common, space: Space, site: Site) -> Pruning:
     """Raises ConfigError where no allocation can keep the promise by itself."""
     found = pruning.prune(space, site, common.max_kept, common.tolerance)
@@ -274,7 +286,10 @@ def on_engines(common: Common, asked: Live, tell: Tell, console: Console) -> Pre
     deployment = build(read_file(common.path), str(common.path))
     window = Window(asked.load, asked.rate_per_s, asked.window_s)
     tier, slo = promised(common.tier, deployment, asked.load, asked.reference, asked.machine)
-    found = allocations.enumerate_(machine.of_deployment(deployment, max_engines=asked.max_engines))
+    found = allocations.enumerate_(
+        machine.of_deployment(deployment, max_engines=asked.max_engines, gpus=asked.gpus)
+    )
+    why = _why(found)
     space = spaces.space(common.space, found.allocations, common.knobs)
     table, file = _measured(deployment, asked, _tps(space), console)
     cores = float(len(os.sched_getaffinity(0))) if deployment.device == "cpu" else None
@@ -299,7 +314,7 @@ def on_engines(common: Common, asked: Live, tell: Tell, console: Console) -> Pre
         (asked.rate_per_s,),
         f"{window.num_requests} requests in {asked.window_s:g} s, {modality(asked.load)}",
         space,
-        {each.name: each.why for each in found.pruned},
+        *why,
         kept,
         f"measured, {file}",
     )

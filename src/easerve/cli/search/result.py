@@ -17,7 +17,8 @@ ALLOCATION, GOODPUT = "allocation", "goodput_per_s"
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is searched, by what. ``impossible``: allocations that cannot be, with why.
+    """What is searched, by what. ``impossible``: allocations that cannot be, with why;
+    ``remote_only``: those beside whose encoders nothing can run.
 
     ``tier``: the promise as it was asked for. ``live``: on engines, else simulated.
     """
@@ -31,6 +32,7 @@ class Question:
     load: str
     space: Space
     impossible: Mapping[str, str]
+    remote_only: Mapping[str, str]
     pruning: Pruning
     capacities: str
     """Where they come from."""
@@ -47,6 +49,7 @@ class Question:
                 "capacity_per_s": kept[each.name].per_s if each.name in kept else None,
                 "stages_per_s": dict(kept[each.name].stages) if each.name in kept else None,
                 "why": dropped.get(each.name, ""),
+                "remote_only": self.remote_only.get(each.name, ""),
             }
             for each in space.allocations
         ]

@@ -33,10 +33,12 @@ def space(result: Result) -> Iterator[Section]:
                 each["num_configurations"],
                 each["capacity_per_s"],
                 slowest,
+                each["remote_only"] or None,
                 each["why"] or None,
             ]
         )
-    columns = ["allocation", "", "configurations", "at most, req/s", "bottleneck", "why pruned"]
+    columns = ["allocation", "", "configurations", "at most, req/s", "bottleneck"]
+    columns += ["why no local prefill", "why pruned"]
     parts = [Table("Allocations", columns, rows)]
     if result["impossible"]:
         parts.append(_impossible(result["impossible"]))
