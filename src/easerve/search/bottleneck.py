@@ -46,9 +46,10 @@ class Site:
 class Engines:
     """Those of an allocation, what each group does alone in requests per second.
 
-    ``encode_s``: for how long a request is at an encoder, over the number of encoders. ``ranks``: encoders that a local prefill engine shares its devices with. ``slower``: so many
-    times as long takes what runs beside other work on its device. ``machine_per_s``: what the
-    cores do that all share.
+    ``encode_s``: for how long a request is at an encoder, over the number of encoders. ``ranks``:
+    encoders that a local prefill engine shares its devices with. ``slower``: so many times as long
+    takes what runs beside other work on its device. ``machine_per_s``: what the cores do that all
+    share.
     """
 
     encode_per_s: float

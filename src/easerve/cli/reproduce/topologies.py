@@ -28,7 +28,11 @@ def engines(config: SystemConfig) -> str:
         return f"EPD {_sizes(config)}"
     if isinstance(config, HydraInferSystem):
         return " + ".join(f"{kind.upper()} {_sizes(each)}" for kind, each in config.nodes.items())
-    stages = {"E": config.encode, "P": config.prefill, "D": config.decode}
+    stages: dict[str, LlmEngines | Encoders | Batched] = {"E": config.encode}
+    if config.prefill is None:
+        stages["PD"] = config.decode
+    else:
+        stages |= {"P": config.prefill, "D": config.decode}
     text = " + ".join(f"{stage} {_sizes(each)}" for stage, each in stages.items())
     if isinstance(config, EaserveSystem) and config.local_prefill is not None:
         size = config.local_prefill.tensor_parallel_size

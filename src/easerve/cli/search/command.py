@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from easerve import __version__
 from easerve.bench import report
+from easerve.bench.reference import command_of
 from easerve.cli.bench.command import check_writable, progress, show
 from easerve.cli.search import compare, shown
 from easerve.cli.search import result as results
@@ -133,6 +134,7 @@ def _compare(asked: Asked, found: Prepared, console: Console) -> int:
         study = Study(asked.storage, name, space, found.objective, grid, prune=False)
         everything = compare.exhausted(study, space, asked.jobs, tick)
         told = compare.compared(found, everything, asked.num_trials, asked.compare_seeds, tick)
+    told["command"] = _command()
     _tell(told, compare.sections(told), asked, console)
     return 0
 
@@ -153,6 +155,7 @@ def _search(asked: Asked, found: Prepared, said: Said, console: Console) -> int:
     }
     wall_s = time.monotonic() - begin_s
     told = results.of_study(question, objective, facts, trials, wall_s)
+    told["command"] = _command()
     told["importance"] = importance(question.space, trials)
     won = winner_of(trials)
     if won is not None and asked.out is not None:
@@ -161,6 +164,10 @@ def _search(asked: Asked, found: Prepared, said: Said, console: Console) -> int:
         told["file"] = str(asked.out)
     _tell(told, shown.sections(told), asked, console)
     return 0 if won is not None else NO_WINNER
+
+
+def _command() -> str:
+    return command_of(["easerve", *sys.argv[1:]])
 
 
 def remarks(told: results.Result) -> Iterator[str]:
@@ -224,6 +231,9 @@ def _tell(
         print(json.dumps(told))
     else:
         show(sections, console)
+    if asked.storage is not None and "trials" in told:
+        hint = f"study: optuna-dashboard sqlite:///{asked.storage}"
+        console.print(hint, soft_wrap=True, highlight=False)
     if "file" in told:
         console.print(f"deployment: {told['file']}", soft_wrap=True)
     if asked.html is not None:
