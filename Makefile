@@ -5,8 +5,8 @@ BIN := .venv/bin
 UNIT := PYTHONDONTWRITEBYTECODE= PYTHONHASHSEED=0 $(BIN)/pytest -n 4 --dist loadfile
 export PYTHON
 
-.PHONY: install demo test test-unit soak check fmt bench-cpu docs docs-batching docs-bench docs-bench-tools \
-	docs-reproduction docs-validation model accuracy random-models clean
+.PHONY: install demo test test-unit soak check fmt bench-cpu docs docs-adapt docs-batching docs-bench \
+	docs-bench-tools docs-reproduction docs-search docs-search-suite docs-validation model accuracy random-models clean
 
 install: .venv/cpu  ## the virtual environment with the CPU engines
 	@$(BIN)/easerve --version
@@ -57,6 +57,22 @@ docs-batching: .venv/dev  ## docs/batching-tables.md: the batching rules in virt
 	@mkdir -p build
 	$(BIN)/python -m scripts.batching_tables > build/batching-tables.md
 	mv build/batching-tables.md docs/batching-tables.md
+
+docs-adapt: .venv/dev  ## docs/adapt-tables.md: adapt on and off under loads that drift, in virtual time (minutes)
+	@mkdir -p build
+	$(BIN)/python -m scripts.adapt_tables > build/adapt-tables.md
+	mv build/adapt-tables.md docs/adapt-tables.md
+
+SEARCHED := llava-34b-rtx6000ada qwen2.5-vl-32b-rtx6000ada ultravox-27b-rtx6000ada
+GRID := --space paper --set workload.num_requests=300 --seeds 1,2,3 --compare --storage build/search.db
+docs-search: .venv/dev  ## docs/search-results.md: every configuration tried, and the methods in that (half an hour)
+	@mkdir -p build
+	for name in $(SEARCHED); do \
+		$(BIN)/easerve search scenarios/$$name.yaml $(GRID) --json > build/search-$$name.json || exit 1; done
+	$(BIN)/python -m scripts.bench_page $(SEARCHED:%=build/search-%.json) docs/search-results.md
+
+docs-search-suite: .venv/dev  ## docs/search-suite.json: goodput of allocations by share, which pruning is tested with
+	$(BIN)/python -m scripts.search_suite
 
 docs-reproduction: .venv/dev  ## docs/reproduction.md: the published experiments in virtual time (minutes)
 	$(BIN)/easerve reproduce

@@ -1,6 +1,7 @@
-"""docs/bench-results.md, from what benches have written.
+"""A page of what commands have measured or simulated, from what they have written.
 
-Run as ``python -m scripts.bench_page RESULT.json ... docs/bench-results.md`` (``make docs-bench``).
+Run as ``python -m scripts.bench_page RESULT.json ... docs/bench-results.md`` (``make docs-bench``),
+or with ``docs/search-results.md`` (``make docs-search``).
 The tables and sentences are those of ``easerve report``; nothing on the page is typed.
 """
 
@@ -17,20 +18,33 @@ COMMANDS = {
     "bench-cpu": "make bench-cpu ROUNDS={rounds}",
     "bench-control": "easerve bench control --router PATH --json",
     "goodput": "easerve bench goodput",
+    "search": "{command}",
+    "search-compare": "{command}",
 }
-HEAD = """\
+HEADS = {
+    "bench-results": """\
 # What was measured on one CPU
 
 Written by `make docs-bench` from measurements; [bench.md](bench.md) says how they are made,
 [metrics.md](metrics.md) what each word means. Everything here ran on CPU cores, with the tiny
 model: it tells what the mechanisms do, not what a GPU would.
-"""
+""",
+    "search-results": """\
+# Methods of search beside trying everything
+
+Written by `make docs-search`; [search.md](search.md) says what is searched and what a configuration
+is worth. **Everything here is simulated**, by kernels that were measured on an L40S; nothing was
+measured on the cards that are named. Every configuration of the grid was tried with the same loads;
+a method is asked how many trials it needs to come within 2 % of the best of them. Scores are looked
+up for that, so that it says nothing about time; a study that looks nothing up is timed beside it.
+""",
+}
 
 
 def main() -> None:
     *results, page = map(Path, sys.argv[1:])
     try:
-        text = "\n".join((HEAD, *(line for path in results for line in _of(path))))
+        text = "\n".join((HEADS[page.stem], *(line for path in results for line in _of(path))))
     except ConfigError as error:
         sys.exit(str(error))
     page.write_text(text)

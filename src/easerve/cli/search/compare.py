@@ -156,7 +156,8 @@ def _of_study(
 
 
 def sections(result: Result) -> list[Section]:
-    return [*shown.space(result), Section("Methods", said(result), [table(result), chart(result)])]
+    title = f"{result['title']}: methods"
+    return [Section(title, said(result), [table(result), chart(result)]), *shown.space(result)]
 
 
 def said(result: Result) -> str:
