@@ -58,6 +58,10 @@ def test_a_search_ends_with_the_file_that_serve_takes(searched: Searched, tmp_pa
     text = out.read_text()
     assert f"trial {won['trial']} of 5" in text
     assert "Runner-up: " in text
+    assert "times the goodput of" in text
+    assert [each["seed"] for each in found["confirmation"]["rounds"]] == [3, 4, 5]
+    before = found["confirmation"]["rounds"][0]["before"]
+    assert before["goodput_per_s"] > 0
     assert "best so far" in html.read_text()
 
 

@@ -18,6 +18,7 @@ from easerve.bench.reference import command_of
 from easerve.cli.bench.command import check_writable, progress, show
 from easerve.cli.search import compare, shown
 from easerve.cli.search import result as results
+from easerve.cli.search.confirm import Side, confirmed, in_words
 from easerve.cli.search.prepare import (
     Common,
     Live,
@@ -33,6 +34,7 @@ from easerve.engines.protocol import EngineError
 from easerve.search import best
 from easerve.search.importance import importance
 from easerve.search.methods.method import METHODS, method
+from easerve.search.objective import Unworkable
 from easerve.search.storage import StorageError
 from easerve.search.study import Study
 from easerve.search.trials import Trial
@@ -46,8 +48,9 @@ MAX_SEED, MAX_GPU = 1 << 53, 1 << 16
 class Asked:
     """``storage`` None: in memory, so that nothing is left. ``study`` None: by source and method.
 
-    ``compare_seeds``: studies of each method that are compared; 0: none. ``jobs``: processes, for
-    trying all configurations. ``only_show``: say what would be searched, and search nothing.
+    ``num_rounds``: of the winner beside the source as it is. ``compare_seeds``: studies of each
+    method that are compared; 0: none. ``jobs``: processes, for trying all configurations.
+    ``only_show``: say what would be searched, and search nothing.
     """
 
     common: Common
@@ -58,6 +61,7 @@ class Asked:
     seed: int
     storage: Path | None
     study: str | None
+    num_rounds: int
     compare_seeds: int
     jobs: int
     only_show: bool
@@ -158,12 +162,29 @@ def _search(asked: Asked, found: Prepared, said: Said, console: Console) -> int:
     told["command"] = _command()
     told["importance"] = importance(question.space, trials)
     won = winner_of(trials)
+    if won is not None and asked.num_rounds:
+        told["confirmation"] = _confirmed(asked, found, won, said, console)
     if won is not None and asked.out is not None:
         content = found.winner(won.configuration)
         best.write(asked.out, content, remarks(told))
         told["file"] = str(asked.out)
     _tell(told, shown.sections(told), asked, console)
     return 0 if won is not None else NO_WINNER
+
+
+def _confirmed(
+    asked: Asked, found: Prepared, won: Trial, said: Said, console: Console
+) -> results.Result | None:
+    """None, with a word, where one of the two could not be tried any more."""
+    first = max(asked.common.seeds) + 1
+    seeds = range(first, first + asked.num_rounds)
+    winner = Side(found.objective, won.configuration, found.entered)
+    try:
+        with terminated(), progress(console, 2 * asked.num_rounds) as tick:
+            return confirmed(found.before, winner, seeds, tick)
+    except Unworkable as error:
+        print(f"easerve: not confirmed: {error}", file=sys.stderr)
+        return None
 
 
 def _command() -> str:
@@ -183,6 +204,8 @@ def remarks(told: results.Result) -> Iterator[str]:
     yield f"Goodput {shown.with_confidence(won)}, {told['objective']}: {shown.promise(told)}."
     yield f"Load: {told['load']}, seeds {', '.join(map(str, told['seeds']))}."
     yield f"Allocation {won['allocation']}: {shown.knobs(won)}."
+    if (told_so := told.get("confirmation")) is not None:
+        yield f"It has {in_words(told_so, told['source'])}."
     if second is not None:
         yield (
             f"Runner-up: trial {second['trial']}, {second['allocation']}, {shown.knobs(second)}: "

@@ -20,9 +20,11 @@ from easerve.cli.search.result import GOODPUT, Result, best_so_far, of_trial
 from easerve.config import ConfigError
 from easerve.search.methods.method import method
 from easerve.search.objective import Objective, Score, Unworkable
+from easerve.search.simulated import OURS, SimulatedObjective
 from easerve.search.space import SHARE, Configuration, Space
 from easerve.search.study import Study
 from easerve.search.trials import Trial, best
+from easerve.sim.simulate import simulate
 
 KIND = "search-compare"
 METHODS = ("has", "tpe", "random", "coordinate")
@@ -99,8 +101,8 @@ def compared(
         "near": NEAR,
         "budget": num_trials,
         "exhaustive": of_trial(won),
-        "best_without_offload": _best_where(everything, lambda share: share == 1),
-        "best_with_offload": _best_where(everything, lambda share: share != 1),
+        "best_without_offload": _best_where(found.objective, everything, offload=False),
+        "best_with_offload": _best_where(found.objective, everything, offload=True),
         "methods": methods,
         "fresh": {
             "method": METHODS[0],
@@ -112,9 +114,16 @@ def compared(
     }
 
 
-def _best_where(trials: Sequence[Trial], wanted: Callable[[Any], bool]) -> Result | None:
-    found = best([each for each in trials if wanted(each.configuration.get(SHARE))])
-    return None if found is None else of_trial(found)
+def _best_where(objective: Objective, trials: Sequence[Trial], offload: bool) -> Result | None:
+    """The best with local prefill, or without; and for how much of the time its encoders work."""
+    wanted = [each for each in trials if (each.configuration.get(SHARE) != 1) is offload]
+    found = best(wanted)
+    if found is None:
+        return None
+    told = of_trial(found)
+    assert isinstance(objective, SimulatedObjective), "all was tried in the simulator"
+    load = objective.scenario(found.configuration).at(told["rate_per_s"], objective.seeds[0])
+    return told | {"utilisation": simulate(load, OURS).utilisation()}
 
 
 def _study(
@@ -171,12 +180,19 @@ def said(result: Result) -> str:
     ]
     with_it, without = result["best_with_offload"], result["best_without_offload"]
     if with_it is not None and without is not None:
-        ratio = with_it[GOODPUT] / without[GOODPUT]
-        texts.append(
-            f"The best with local prefill ({with_it['allocation']}, {shown.knobs(with_it)}) comes "
-            f"to {ratio:.3f} of the best without ({without['allocation']}, {shown.knobs(without)})."
-        )
+        texts.append(_offload(with_it, without))
     return "\n\n".join(texts)
+
+
+def _offload(with_it: Result, without: Result) -> str:
+    ratio = with_it[GOODPUT] / without[GOODPUT]
+    busy = PERCENT * without["utilisation"]["encode"]
+    return (
+        f"Offload: the best with local prefill ({with_it['allocation']}, {shown.knobs(with_it)}) "
+        f"has {ratio:.3f} times the goodput of the best without ({without['allocation']}, "
+        f"{shown.knobs(without)}). Without it encoders compute for {busy:.0f} % of the time, and "
+        "their GPUs do nothing for the rest."
+    )
 
 
 def table(result: Result) -> Table:

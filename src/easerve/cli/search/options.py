@@ -41,7 +41,7 @@ def search(
         ),
     ] = None,
     seeds: Annotated[
-        str | None, typer.Option(help="Of the loads that a trial averages over; default: 1,2.")
+        str | None, typer.Option(help="Of the loads that a trial averages over; default: 1,2,3.")
     ] = None,
     space: Annotated[
         str, varying(help="paper: GPUs, encode batch, remote share; full: rules and slots too.")
@@ -76,6 +76,10 @@ def search(
     study: Annotated[
         str | None, searching(help="Its name there; default: of source, method and seed.")
     ] = None,
+    confirm: Annotated[
+        int,
+        searching(min=0, max=1000, help="Rounds of the winner beside the source as it is."),
+    ] = 3,
     compare: Annotated[
         bool,
         searching("--compare", help="Try everything, then compare methods over ten seeds."),
@@ -128,7 +132,7 @@ def search(
 
     try:
         rates_per_s = None if rates is None else numbers("rate", rates)
-        given_seeds = "1,2" if seeds is None else seeds
+        given_seeds = "1,2,3" if seeds is None else seeds
         common = prepare.Common(
             source,
             slo,
@@ -166,6 +170,7 @@ def search(
             seed,
             storage,
             study,
+            confirm,
             compare_seeds if compare else 0,
             jobs or os.cpu_count() or 1,
             dry_run,

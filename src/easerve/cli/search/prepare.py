@@ -8,7 +8,7 @@ import asyncio
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from easerve.cli import divide, profile, profile_capacity
 from easerve.cli.bench.asked import modality
 from easerve.cli.profile_capacity_bench import Workload
 from easerve.cli.profile_here import here, path_of
+from easerve.cli.search.confirm import AS_IT_IS, UNCHANGED, Side
 from easerve.cli.search.live import LiveObjective
 from easerve.cli.search.live_load import Window, promised
 from easerve.cli.search.live_process import Tell
@@ -97,7 +98,7 @@ class Live:
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """``entered``: the objective in ``with``, which ends what it has started. ``winner``: a
-    configuration as the content of a deployment file.
+    configuration as the content of a deployment file. ``before``: the source as it is.
     """
 
     question: Question
@@ -105,6 +106,7 @@ class Prepared:
     objective: Objective
     entered: AbstractContextManager[Any]
     winner: Callable[[Configuration], dict[str, Any]]
+    before: Side
 
 
 def checked(
@@ -197,6 +199,7 @@ def on_simulator(common: Common, asked: Simulated) -> Prepared:
         objective,
         nullcontext(),
         lambda configuration: best.of_scenario(objective.scenario(configuration), base),
+        Side(replace(objective, space=UNCHANGED), AS_IT_IS, nullcontext()),
     )
 
 
@@ -295,16 +298,20 @@ def on_engines(common: Common, asked: Live, tell: Tell, console: Console) -> Pre
     cores = float(len(os.sched_getaffinity(0))) if deployment.device == "cpu" else None
     site = Site(table, slo, cores=cores)
     kept = _pruned(common, space, site)
-    objective = LiveObjective(
-        common.path,
-        space,
-        window,
-        slo,
-        seeds=common.seeds,
-        required=common.required,
-        allow_late=asked.allow_late,
-        tell=tell,
-    )
+
+    def on(space: Space) -> LiveObjective:
+        return LiveObjective(
+            common.path,
+            space,
+            window,
+            slo,
+            seeds=common.seeds,
+            required=common.required,
+            allow_late=asked.allow_late,
+            tell=tell,
+        )
+
+    objective, before = on(space), on(UNCHANGED)
     question = Question(
         str(common.path),
         deployment.name,
@@ -325,7 +332,12 @@ def on_engines(common: Common, asked: Live, tell: Tell, console: Console) -> Pre
 
     begun = _candidates(kept, space, site, content.get("policy"))
     return Prepared(
-        question, checked(space, common.knobs, begun, winner), objective, objective, winner
+        question,
+        checked(space, common.knobs, begun, winner),
+        objective,
+        objective,
+        winner,
+        Side(before, AS_IT_IS, before),
     )
 
 

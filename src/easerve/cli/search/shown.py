@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from easerve.bench.report import Axis, Cell, Chart, Section, Series, Table
+from easerve.cli.search import confirm
 from easerve.cli.search.result import ALLOCATION, GOODPUT, Result, best_so_far
 
 MAX_LISTED = 12
@@ -17,7 +18,9 @@ NONE_KEEPS = (
 
 
 def sections(result: Result) -> list[Section]:
-    return [*space(result), _trials(result), *_charts(result)]
+    confirmation = result.get("confirmation")
+    more = [] if confirmation is None else [confirm.section(confirmation, result["source"])]
+    return [*space(result), _trials(result), *more, *_charts(result)]
 
 
 def space(result: Result) -> Iterator[Section]:
