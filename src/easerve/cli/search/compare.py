@@ -101,6 +101,9 @@ def compared(
         "near": NEAR,
         "budget": num_trials,
         "exhaustive": of_trial(won),
+        "num_trials": len(fresh),
+        "best": None if best_fresh is None else of_trial(best_fresh),
+        "gap": 1 - ((best_fresh.goodput_per_s if best_fresh else 0.0) or 0.0) / won.goodput_per_s,
         "best_without_offload": _best_where(found.objective, everything, offload=False),
         "best_with_offload": _best_where(found.objective, everything, offload=True),
         "methods": methods,
@@ -109,7 +112,6 @@ def compared(
             "seed": 0,
             "wall_s": wall_s,
             "num_scores": sum(len(each.scores) for each in fresh),
-            "best": None if best_fresh is None else of_trial(best_fresh),
         },
     }
 
