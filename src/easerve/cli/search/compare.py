@@ -188,12 +188,14 @@ def said(result: Result) -> str:
 
 def _offload(with_it: Result, without: Result) -> str:
     ratio = with_it[GOODPUT] / without[GOODPUT]
-    busy = PERCENT * without["utilisation"]["encode"]
+    busy = ", ".join(
+        f"{stage} {PERCENT * share:.0f} %" for stage, share in without["utilisation"].items()
+    )
     return (
         f"Offload: the best with local prefill ({with_it['allocation']}, {shown.knobs(with_it)}) "
         f"has {ratio:.3f} times the goodput of the best without ({without['allocation']}, "
-        f"{shown.knobs(without)}). Without it encoders compute for {busy:.0f} % of the time, and "
-        "their GPUs do nothing for the rest."
+        f"{shown.knobs(without)}), whose engines work for so much of the time: {busy}. What the "
+        "encoders' GPUs have left is what local prefill may use."
     )
 
 
