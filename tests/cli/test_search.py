@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 
 from easerve import config
-from easerve.cli.search import prepare, shown
+from easerve.cli.search import compare, prepare, shown
 from easerve.cli.search.result import best_so_far
 from easerve.config import ConfigError
+from easerve.search import best
+from easerve.search.study import Study
 
 from .conftest import Easerve
 
@@ -121,6 +123,11 @@ def test_what_would_be_searched_is_said_without_searching(easerve: Easerve) -> N
         ([IMAGES, "--space", "all"], "none of paper, full"),
         ([IMAGES, "--method", "best"], "'best' is none of has"),
         ([IMAGES, "--knob", "max_batch_items=1"], "is not like policy.max_batch_items=1,4,16"),
+        ([IMAGES, "--knob", "policy.when=[gap"], "--knob policy.when: '[gap': values are"),
+        ([IMAGES, "--knob", "policy.when=2020-01-01"], "values are numbers or names"),
+        ([IMAGES, "--knob", "a.b=1", "--knob", "a.b=2"], "--knob a.b: it is given twice"),
+        ([IMAGES, "--knob", "encode.replicas=1,2"], "encode.replicas: allocations say it"),
+        ([IMAGES, "--storage", "http://here/study"], "--storage http://here/study: studies are"),
         ([IMAGES, "--rate", "fast"], "not a list of numbers"),
         ([IMAGES, "--out", "nowhere/best.yaml"], "nowhere/best.yaml: No such file"),
         ([IMAGES, "--storage", "nowhere/study.db"], "there is no directory nowhere"),
@@ -149,10 +156,41 @@ def test_values_of_knobs_are_read_as_yaml() -> None:
     assert prepare.knobs_of(["policy.when=gap,slack", "policy.flow=true", "a.b=1,0.5"]) == {
         "policy.when": ("gap", "slack"),
         "policy.flow": (True,),
-        "a.b": (1, 0.5),
+        "a.b": (0.5, 1),
     }
+    assert prepare.knobs_of(["a.b=16,4,16", "a.c=b,a,b"]) == {"a.b": (4, 16), "a.c": ("b", "a")}
     with pytest.raises(ConfigError, match="numbers or names"):
         prepare.knobs_of(["a.b=[1]"])
+
+
+def test_a_ladder_is_climbed_in_its_order() -> None:
+    knobs = {"policy.max_batch_items": (4,)}
+    common = prepare.Common(Path(IMAGES), "S3", (1,), 0.9, "paper", knobs, 3, 0.25)
+    found = prepare.on_simulator(common, prepare.Simulated((), (3.0, 1.0, 2.0, 1.0), None))
+    assert list(found.question.rates_per_s) == [1.0, 2.0, 3.0]
+
+
+def test_a_winner_that_could_not_be_written_is_not_searched(
+    easerve: Easerve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> dict[str, Any]:
+        raise ConfigError("name a deployment file with --deployment")
+
+    monkeypatch.setattr(best, "of_scenario", refused)
+    monkeypatch.setattr(Study, "run", None)
+    ended = easerve("search", IMAGES, *SMALL, "--out", str(tmp_path / "best.yaml"))
+    assert ended.code == 2
+    assert "--deployment" in ended.err
+
+
+def test_half_of_the_studies_were_near_by_the_median() -> None:
+    def row(*near: int | None) -> list[object]:
+        some = {"gap": 0.0, "num_scores": 3, "thinking_s": 0.1}
+        return [*compare._row("has", [{"trials_to_near": each, **some} for each in near])[:4]]
+
+    assert row(2, 6, 3, 9) == ["has", "4 of 4", 4.5, 9]
+    assert row(2, 3, None) == ["has", "2 of 3", 3, None]
+    assert row(2, 3, None, None) == ["has", "2 of 4", None, None]
 
 
 def test_best_so_far_counts_what_keeps_the_promise() -> None:

@@ -377,6 +377,14 @@ def test_without_a_partition_its_rule_goes_too(allocation: str) -> None:
     assert (content["local_prefill"] is None) is (allocation == "alone")
 
 
+def test_a_rule_of_a_partition_is_no_knob_of_an_allocation_without_one() -> None:
+    mixed = Space(SIDES.allocations, [Knob(SHARE, (0.5,)), Knob("policy.how", ("static", "none"))])
+    asked = mixed.configuration("undivided", {SHARE: 0.5, "policy.how": "static"})
+    content = laid(DIVIDED, mixed, asked)
+    build(content, "file")
+    assert "how" not in content["policy"]
+
+
 def test_a_key_is_of_all_that_decides_a_score(
     deployment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -387,6 +395,7 @@ def test_a_key_is_of_all_that_decides_a_score(
         key,
         key_of(deployment, Window(TEXT, 20.0, 1.0, num_warmup=2), SLO),
         key_of(deployment, WINDOW, Slo(ttft_s=4.0)),
+        key_of(deployment, WINDOW, SLO, allow_late=True),
     }
     deployment.write_text(deployment.read_text() + "server: {port: 1}\n")
     assert key_of(deployment, WINDOW, SLO) == key
@@ -394,7 +403,7 @@ def test_a_key_is_of_all_that_decides_a_score(
     others.add(key_of(deployment, WINDOW, SLO))
     monkeypatch.setattr(live, "__version__", "9.9")
     others.add(key_of(deployment, WINDOW, SLO))
-    assert len(others) == 5
+    assert len(others) == 6
 
 
 def test_a_promise_is_one(deployment: Path) -> None:

@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from easerve.cli import advise_shown as shown
 from easerve.config import ConfigError
 from easerve.goodput import Slo
+from easerve.search import advice as advice_
 from easerve.search import trying
 from easerve.search.advice import SPLIT, WHOLE, Advice, Capacity, advise, capacity, ladder
 from easerve.search.contenders import (
@@ -283,7 +285,29 @@ def test_a_promise_that_nobody_keeps_is_no_reason_to_split(
     advice, _ = told(monkeypatch, {AGGREGATED: 2.0, OURS: 3.0})
     assert (advice.verdict, advice.winner.name) == (WHOLE, AGGREGATED)
     assert [each.capacity for each in advice.servings] == [None, None]
-    assert reason(advice, SLO)
+    assert "whole engines keep the promise at no rate" in reason(advice, SLO)
+
+
+def test_where_only_a_split_can_be_it_is_no_reason_against_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Although nothing keeps the promise."""
+    monkeypatch.setattr(World, "broken_from", 0.0)
+    advice, _ = told(monkeypatch, {OURS: 3.0})
+    assert (advice.verdict, advice.winner.name) == (SPLIT, OURS)
+    assert advice.break_even_per_s is None
+    said = " ".join(shown.verdict(shown.About("t", 8, "S3", SLO, False, Load(SLO)), advice))
+    assert "Break-even: none" in said
+    assert "EAServe keeps the promise at no rate that was tried" in said
+
+
+def test_a_contender_that_cannot_be_is_no_end_of_the_others() -> None:
+    one, *others = families(SMALL, machine_of(SMALL), chunks=())
+    good = one.contenders[0]
+    bad = Contender("bad", good.system, {f"systems.{good.system}.replicas": 0})
+    found, _ = advice_._possible(SMALL, [Family("f", [bad, good])], map, lambda *_: None)
+    assert [each.name for each in found["f"]] == [good.name]
+    assert others
 
 
 def test_without_anything_that_fits_all_reasons_are_given() -> None:

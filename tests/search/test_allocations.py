@@ -9,7 +9,7 @@ from easerve.config import Deployment, build
 from easerve.engines.vllm import memory
 from easerve.search.allocations import Enumeration, enumerate_
 from easerve.search.machine import Machine, of_deployment
-from easerve.search.planned import laid
+from easerve.search.overlay import laid
 from easerve.search.space import SHARE, Knob, Space
 from easerve.sim import scenario as scenarios
 from easerve.sim.checks import check

@@ -5,7 +5,8 @@ import pytest
 from easerve.config import ConfigError, build
 from easerve.engines.vllm import memory
 from easerve.engines.vllm.memory import plan
-from easerve.search.planned import Planned, indivisible, laid, offload, too_small
+from easerve.search.overlay import laid
+from easerve.search.planned import Planned, indivisible, offload, too_small
 from easerve.types import Stage
 from tests.search.machines import INFO
 

@@ -24,7 +24,7 @@ SLO = Slo(12.0, 0.0962)
 RATES = ladder(1.0, 4.0)
 
 
-def objective(**over: int) -> SimulatedObjective:
+def objective(**over: int | str) -> SimulatedObjective:
     content = scenarios.laid(scenarios.read_content(IMAGES), {"workload.num_requests": 60, **over})
     return SimulatedObjective(content, SPACE, SLO, (2.0,), (1, 2))
 
@@ -83,12 +83,18 @@ def test_a_configuration_is_simulated_as_its_changes_say() -> None:
     assert asked.score(half, 1).attainment > 0.9
 
 
-def test_it_is_known_by_all_that_decides_a_score() -> None:
+def test_it_is_known_by_all_that_decides_a_score(tmp_path: Path) -> None:
     asked = objective()
     assert asked.key == objective().key
     assert asked.key != objective(**{"workload.num_requests": 61}).key
     assert asked.key != objective(**{"systems.easerve.prepare_s": 1}).key
     assert asked.key == objective(title=1).key
+    profile = tmp_path / "profile.yaml"
+    profile.write_text("one")
+    measured = {"costs.source": "profile", "costs.profile": str(profile)}
+    before = objective(**measured).key
+    profile.write_text("two")
+    assert objective(**measured).key != before
     assert pickle.loads(pickle.dumps(asked)).key == asked.key
 
 

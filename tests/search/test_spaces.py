@@ -43,6 +43,28 @@ def test_other_values_fix_a_knob_or_add_one() -> None:
     assert {each["policy.max_batch_items"] for each in found} == {4}
 
 
+def test_rules_of_offload_are_searched_at_other_shares_as_well() -> None:
+    found = space("full", [DIVIDED], {SHARE: (0.33, 1)})
+    at = {share: [each for each in found if each[SHARE] == share] for share in (0.33, 1)}
+    assert {each.get("policy.where") for each in at[1]} == {None}
+    assert None not in {each.get("policy.where") for each in at[0.33]}
+    assert None not in {each.get("policy.how") for each in at[0.33]}
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["encode.replicas", "prefill.tensor_parallel_size", "local_prefill.tensor_parallel_size"],
+)
+def test_what_an_allocation_says_is_no_knob(path: str) -> None:
+    with pytest.raises(ConfigError, match=f"--knob {path}: allocations say it"):
+        space("paper", [LOCAL], {path: (1, 2)})
+
+
+def test_a_rule_of_a_partition_that_nothing_has_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"policy\.how: no allocation here can divide"):
+        space("full", [LOCAL], {"policy.how": ("static",)})
+
+
 def test_a_space_that_is_none() -> None:
     with pytest.raises(ConfigError, match="none of paper, full"):
         space("all", [PLAIN], {})

@@ -1,11 +1,12 @@
 import os
+import sqlite3
 from pathlib import Path
 
 import pytest
 
 from easerve.search.methods.method import method
 from easerve.search.objective import Score
-from easerve.search.records import read
+from easerve.search.records import Records, read
 from easerve.search.space import Configuration
 from easerve.search.storage import StorageError, open_storage, path_of
 from easerve.search.study import Study
@@ -55,3 +56,14 @@ def test_what_is_no_database_is_named(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"notes.db: no database of studies"):
         open_storage(text)
     assert "not a database" in text.read_text()
+
+
+def test_what_cannot_be_written_is_named(path: Path) -> None:
+    storage = open_storage(path)
+    with sqlite3.connect(path) as database:
+        database.execute("DROP TABLE studies")
+    with pytest.raises(StorageError, match=r"study 's' in .*: no such table: studies$"):
+        Records(storage, "s", space(), 0.9)
+    Path(f"{path}.7.lock").mkdir()
+    with pytest.raises(StorageError, match=r"\.7\.lock: Is a directory"), storage.locked(7):
+        pass

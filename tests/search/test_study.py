@@ -116,13 +116,12 @@ def test_listeners_hear_each_score_and_each_trial() -> None:
     ]
 
 
-def test_it_goes_on_to_a_number_in_all_or_until_it_is_told_to_stop() -> None:
+def test_it_goes_on_to_a_number_in_all() -> None:
     objective = Fake()
     found = study(small(), objective)
     assert len(found.run(3)) == 3
     assert len(found.run(3)) == 3
     assert len(found.run(5)) == 5
-    assert len(found.run(100, stop=lambda trials: len(trials) >= 6)) == 6
     assert len(found.run(100)) == 8
     assert len(objective.calls) == 8
 

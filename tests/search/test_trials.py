@@ -26,6 +26,14 @@ def test_a_trial_is_the_mean_of_its_scores() -> None:
     assert trial(0, []).goodput_per_s is None
 
 
+@pytest.mark.parametrize("required", [0.95, 0.9, 0.99])
+def test_what_is_just_required_of_every_seed_is_kept(required: float) -> None:
+    """A plain mean of three times 0.95 is less than 0.95."""
+    for num_seeds in range(1, 31):
+        scores = (Score(1.0, required, 4.0),) * num_seeds
+        assert Trial(0, PLACE, required, scores, state="complete").is_feasible, num_seeds
+
+
 def test_confidence_is_that_of_a_known_example() -> None:
     """Mean 2, standard deviation 1, three values: 4.3027 / sqrt(3)."""
     assert trial(0, [1.0, 2.0, 3.0]).confidence_per_s == pytest.approx(2.4842, abs=1e-3)

@@ -22,8 +22,9 @@ from easerve.config import ConfigError
 from easerve.costs import hardware
 from easerve.goodput import TIERS, Slo, parse_slo, tier
 from easerve.search import trying
-from easerve.search.advice import Advice, Mapped, Tick, advise
+from easerve.search.advice import Advice, advise
 from easerve.search.contenders import CHUNKS, Machine, alone, families, machine_of
+from easerve.search.rates import Mapped, Tick
 from easerve.search.trying import Load
 from easerve.sim import scenario as scenarios
 from easerve.sim.checks import check

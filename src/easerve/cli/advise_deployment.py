@@ -16,6 +16,7 @@ from easerve.costs import profile as profiles
 from easerve.costs.hardware import Hardware
 from easerve.costs.models import ModelSpec
 from easerve.engines.vllm import models as folders
+from easerve.search.planned import text_config
 from easerve.workload.multimodal import PRESETS
 
 OF_SCENARIOS = ("base", "workload", "systems", "hardware", "costs", "num_gpus")
@@ -90,7 +91,7 @@ def check_asked(content: Mapping[str, Any]) -> None:
 
 def _model_of(name: str) -> str:
     """The model of costs that a folder or a repository is. Raises ConfigError."""
-    info, text = folders.read(name), _language(name)
+    info, text = folders.read(name), text_config(name)
     for known in models.names():
         spec = models.read(known)
         if spec.repository == name:
@@ -103,13 +104,6 @@ def _model_of(name: str) -> str:
         f"model {name!r}{what}: what it costs is not known; known are {known_names}: name one with "
         f"--model, {TO_ADD}"
     )
-
-
-def _language(name: str) -> Mapping[str, Any]:
-    """What config.json says of the language model; empty where there is none here."""
-    content = folders.config_of(name)
-    text: Mapping[str, Any] = content.get("text_config") or content
-    return text
 
 
 def _is_like(text: Mapping[str, Any], spec: ModelSpec) -> bool:

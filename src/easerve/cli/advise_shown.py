@@ -153,7 +153,8 @@ def verdict(about: About, found: Advice) -> Iterator[str]:
 
 def _from(found: Advice) -> str:
     even = found.break_even_per_s
-    assert even is not None, "there is one"
+    if even is None:
+        return "Break-even: none, as whole engines cannot be and it keeps no rate that was tried."
     if found.whole is None or even <= found.rates_per_s[0]:
         return f"Break-even: ahead from the lowest rate on that was tried, {even:.3g}/s."
     return (
@@ -164,7 +165,13 @@ def _from(found: Advice) -> str:
 
 def _caveats(about: About, found: Advice) -> Iterator[str]:
     kept = found.winner.capacity
-    if kept is not None and (unseen := about.load.unseen(kept.rate_per_s)) > 1.5 * BEYOND:
+    if kept is None:
+        lowest = found.winner.points[0].rate_per_s
+        yield (
+            f"{found.winner.name} keeps the promise at no rate that was tried, of which "
+            f"{lowest:.3g}/s is the lowest."
+        )
+    elif (unseen := about.load.unseen(kept.rate_per_s)) > 1.5 * BEYOND:
         yield (
             f"Runs have {about.load.max_requests} requests at most: a rate that is {unseen:.0%} "
             "beyond what a system can do may look as if it were kept. --max-requests makes them "

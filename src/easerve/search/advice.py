@@ -9,7 +9,7 @@ there is no reason.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -18,7 +18,8 @@ from typing import Any, Literal
 from easerve.config import ConfigError
 from easerve.search import trying
 from easerve.search.contenders import AGGREGATED, Contender, Family, alone
-from easerve.search.trying import Candidate, Chosen, Load, Outcome, Point, Task
+from easerve.search.rates import Mapped, Tick, Trials
+from easerve.search.trying import Candidate, Chosen, Load, Outcome, Point
 
 Verdict = Literal["split", "do not split"]
 SPLIT: Verdict = "split"
@@ -26,17 +27,10 @@ WHOLE: Verdict = "do not split"
 AHEAD = 1.02
 NUM_RUNGS, ABOVE = 8, 1.1
 """Of the ladder of rates, up to a tenth more than the best of all keeps."""
-NUM_HALVINGS, NEAR = 5, 1.02
-"""To the rates between which a capacity is; systems fall off steeply there."""
 CLEARLY = 0.05
 CHOOSING_REQUESTS = 800
 """Of a run that only compares topologies."""
 STEPS = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
-
-Mapped = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
-"""As the built-in map; on several processes where there are some."""
-Tick = Callable[[str, int, int], None]
-"""Is told what is being done, how much of it is done, and of how much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +93,8 @@ class Serving:
 class Advice:
     """``servings``: from the simplest on; of families that cannot be, ``impossible`` has why.
 
-    ``split``: the best of those that split. ``break_even_per_s``: None where it is ahead nowhere.
+    ``split``: the best of those that split, which also wins where whole engines cannot be.
+    ``break_even_per_s``: None where it is ahead nowhere, or keeps no rate.
     ``traced``: by name, a run of whole engines and of the split at the rate that each breaks.
     """
 
@@ -142,75 +137,6 @@ def ladder(top_per_s: float) -> tuple[float, ...]:
     return tuple(float(f"{step * rung:.6g}") for rung in range(1, num + 1))
 
 
-class Trials:
-    """Runs of each family's topology, each made once; ``load`` and ``seeds`` are those of all."""
-
-    def __init__(
-        self,
-        candidates: Mapping[str, Candidate],
-        load: Load,
-        seeds: Sequence[int],
-        mapped: Mapped = map,
-        tick: Tick = lambda what, done, of: None,
-    ) -> None:
-        self._candidates, self._load, self._seeds = candidates, load, seeds
-        self._mapped, self._tick = mapped, tick
-        self._points: dict[str, dict[float, Point]] = {name: {} for name in candidates}
-
-    def run(self, what: str, asked: Iterable[tuple[str, float]]) -> None:
-        """Families at rates."""
-        wanted = [(name, rate) for name, rate in asked if rate not in self._points[name]]
-        wanted = list(dict.fromkeys(wanted))
-        tasks = [self._task(*each, seed) for each in wanted for seed in self._seeds]
-        outcomes = []
-        for outcome in self._mapped(trying.run, tasks):
-            outcomes.append(outcome)
-            self._tick(what, len(outcomes), len(tasks))
-        num = len(self._seeds)
-        for number, (name, rate) in enumerate(wanted):
-            part = outcomes[number * num : (number + 1) * num]
-            self._points[name][rate] = trying.point(rate, part)
-
-    def _task(self, name: str, rate_per_s: float, seed: int, traced: bool = False) -> Task:
-        scenario = self._load.at(self._candidates[name].scenario, rate_per_s, seed)
-        return Task(scenario, self._load.slo, traced)
-
-    def points(self, name: str) -> list[Point]:
-        """Rising."""
-        return [point for _, point in sorted(self._points[name].items())]
-
-    def at(self, name: str, rate_per_s: float) -> Point:
-        """It is run if it was not."""
-        self.run("comparing", [(name, rate_per_s)])
-        return self._points[name][rate_per_s]
-
-    def refine(self) -> None:
-        """Halve between the last rate that is kept and the next one, of all families at once."""
-        for _ in range(NUM_HALVINGS):
-            middles = {name: _middle(self.points(name)) for name in self._candidates}
-            self.run(
-                "looking for capacities",
-                [(name, middle) for name, middle in middles.items() if middle is not None],
-            )
-
-    def traced(self, rates_per_s: Mapping[str, float]) -> dict[str, Outcome]:
-        """A run with the first seed, step by step."""
-        tasks = [
-            self._task(name, rate, self._seeds[0], traced=True)
-            for name, rate in rates_per_s.items()
-        ]
-        return dict(zip(rates_per_s, self._mapped(trying.run, tasks), strict=True))
-
-
-def _middle(points: Sequence[Point]) -> float | None:
-    """None where the two rates are near, or no rate is broken."""
-    low = max((each.rate_per_s for each in points if each.is_kept), default=0.0)
-    high = min((each.rate_per_s for each in points if each.rate_per_s > low), default=None)
-    if high is None or high <= low * NEAR:
-        return None
-    return float(f"{(low + high) / 2:.4g}")
-
-
 def advise(
     content: Mapping[str, Any],
     families: Sequence[Family],
@@ -226,7 +152,7 @@ def advise(
     """
     possible, impossible = _possible(content, families, mapped, tick)
     chosen = _chosen(possible, load, seeds[0], mapped, tick)
-    rates = tuple(sorted(rates_per_s or ladder(_top(chosen.values()))))
+    rates = tuple(sorted({*(rates_per_s or ladder(_top(chosen.values())))}))
     candidates = {name: each.candidate for name, each in chosen.items()}
     trials = Trials(candidates, load, seeds, mapped, tick)
     trials.run("ladder of rates", product(chosen, rates))
@@ -250,9 +176,10 @@ def advise(
     even = None if split is None else break_even(trials, split, found.get(AGGREGATED))
     found = servings()  # with the rates that were tried for it
     compared = [each for each in (AGGREGATED, split and split.name) if each in found]
+    winner = _winner(found, split, even)
     return Advice(
-        WHOLE if even is None else SPLIT,
-        _winner(found, split, even),
+        WHOLE if winner.name == AGGREGATED else SPLIT,
+        winner,
         None if split is None else found[split.name],
         even,
         rates,
@@ -289,8 +216,12 @@ def _possible(
 
 
 def _candidate(content: Mapping[str, Any], contender: Contender) -> Candidate | str:
-    variants = [(each.name, alone(content, each)) for each in contender.varied]
-    return trying.candidate(contender.name, alone(content, contender), variants)
+    """Why it cannot be, if it cannot."""
+    try:
+        variants = [(each.name, alone(content, each)) for each in contender.varied]
+        return trying.candidate(contender.name, alone(content, contender), variants)
+    except ConfigError as error:
+        return str(error)  # which names it
 
 
 def _chosen(

@@ -13,11 +13,11 @@ from typing import Any
 import yaml
 
 from easerve import config
-from easerve.config import PARTITION_KNOBS, ConfigError, Deployment
+from easerve.config import ConfigError, Deployment
 from easerve.costs import hardware, models
+from easerve.search.overlay import coherent, laid
 from easerve.search.space import Value
 from easerve.sim.config import EaserveSystem
-from easerve.sim.overlay import laid
 from easerve.sim.scenario import Scenario
 
 WIDTH, DAY_S = 98, 86_400
@@ -82,11 +82,7 @@ def _on_cpu(section: Any) -> Any:
 
 def _without_stale(content: Mapping[str, Any]) -> dict[str, Any]:
     """Sections that are not there, and knobs of a partition that is not there."""
-    found = {key: each for key, each in content.items() if each is not None}
-    if "partition" in found or not isinstance(found.get("policy"), Mapping):
-        return found
-    policy = found["policy"]
-    return found | {"policy": {key: policy[key] for key in policy if key not in PARTITION_KNOBS}}
+    return coherent({key: each for key, each in content.items() if each is not None})
 
 
 def _checked(content: dict[str, Any], source: str) -> dict[str, Any]:

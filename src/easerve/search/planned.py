@@ -9,17 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from easerve import config
-from easerve.config import PARTITION_KNOBS, ConfigError, Deployment
+from easerve.config import ConfigError, Deployment
 from easerve.engines.vllm import memory, models
 from easerve.engines.vllm.models import ModelInfo
+from easerve.search.overlay import laid
 from easerve.search.space import REMOTE_ONLY
-from easerve.sim import overlay
 from easerve.types import Stage
 
 STAGES = (Stage.ENCODE, Stage.PREFILL, Stage.DECODE)
 
 
 def text_config(model: str) -> Mapping[str, Any]:
+    """What config.json says of the language model; empty where there is none here."""
     content = models.config_of(model)
     text: Mapping[str, Any] = content.get("text_config") or content
     return text
@@ -116,18 +117,6 @@ def offload(tp: int, on_gpus: bool) -> dict[str, Any]:
         return {"local_prefill": {}}
     partition: dict[str, Any] | None = {} if tp == 1 else None
     return {"local_prefill": {"tensor_parallel_size": tp}, "partition": partition}
-
-
-def laid(content: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Changes laid on the content of a deployment file, by the path of the key, with dots.
-
-    Without a partition its policy's knobs are taken away, as the file would be refused with them.
-    """
-    made = overlay.laid(content, changes)
-    policy = made.get("policy")
-    if made.get("partition") is None and isinstance(policy, Mapping):
-        made["policy"] = {key: each for key, each in policy.items() if key not in PARTITION_KNOBS}
-    return made
 
 
 def _built(content: Mapping[str, Any], changes: Mapping[str, Any]) -> Deployment:

@@ -88,6 +88,8 @@ def _no_better(whole: Serving, split: Serving, traced: Outcome) -> str:
             f"no request has media, so that the encoders' GPUs have nothing to encode, and whole "
             f"engines keep the promise{kept}"
         )
+    if whole.best is None:
+        return f"whole engines keep the promise at no rate that was tried, and {ours} is no better"
     point = split.broken
     if point is None:
         return f"whole engines keep the promise as {ours} does, at all rates that were tried"

@@ -27,7 +27,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from easerve.search.objective import Score
 from easerve.search.space import Configuration, Knob, Space, Value
-from easerve.search.storage import Storage, StorageError, open_storage, path_of
+from easerve.search.storage import Storage, StorageError, cause, open_storage, path_of
 from easerve.search.trials import State, Trial
 
 IDENTITY = "easerve"
@@ -52,7 +52,7 @@ class Records:
         self._name = name
         self._space = space
         self._required = required
-        self._study = _study_id(self._optuna, name)
+        self._study = _study_id(storage, name)
         self._ids: dict[int, int] = {}
 
     def claim(self, identity: Mapping[str, Any]) -> None:
@@ -169,11 +169,14 @@ def _ours(storage: BaseStorage, study_id: int) -> list[FrozenTrial]:
     return [each for each in stored if "configuration" in each.user_attrs]
 
 
-def _study_id(storage: BaseStorage, name: str) -> int:
+def _study_id(storage: Storage, name: str) -> int:
     try:
-        return storage.create_new_study([StudyDirection.MAXIMIZE], name)
+        return storage.optuna.create_new_study([StudyDirection.MAXIMIZE], name)
     except optuna.exceptions.DuplicatedStudyError:
-        return storage.get_study_id_from_name(name)
+        return storage.optuna.get_study_id_from_name(name)
+    except optuna.exceptions.StorageInternalError as error:
+        why = cause(error.__cause__ or error)
+        raise StorageError(f"study {name!r} in {storage.name}: {why}") from error
 
 
 def _read(stored: FrozenTrial, required: float) -> Trial:

@@ -8,7 +8,7 @@ straight. The same seed draws the same requests for every configuration, at ever
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,6 +20,7 @@ from easerve.goodput import Slo, summarise
 from easerve.search.objective import Score, Unworkable
 from easerve.search.space import Configuration, Space
 from easerve.sim import scenario as scenarios
+from easerve.sim.overlay import FILES
 from easerve.sim.scenario import Scenario
 from easerve.sim.simulate import simulate
 
@@ -27,8 +28,8 @@ OURS = "easerve"
 REQUIRED = 0.9
 FACTOR = 1.1
 """Between neighbours of a ladder: what is straight between them is wrong by less than noise."""
-SOURCES = ("policy", "sim", "costs", "workload", "goodput.py", "config.py")
-"""Of the package: what a simulated score depends on."""
+SOURCES = ("policy", "sim", "costs", "workload", "goodput.py", "config.py", "search/simulated.py")
+"""Of the package: what a simulated score depends on, tables of kernels and models as well."""
 TIER = "slo"
 
 
@@ -51,11 +52,20 @@ class SimulatedObjective:
 
     @property
     def key(self) -> str:
-        """Of scenario, promise, ladder and this version of the simulator."""
+        """Of scenario, promise, ladder and this version of the simulator; of files that the
+        scenario names, what is in them.
+        """
         unused = ("title", "experiment", "anchors", "slo", "system")
         told = {name: each for name, each in self.content.items() if name not in unused}
         told["systems"] = told["systems"].get(OURS)
-        parts = [told, repr(self.slo), self.rates_per_s, self.required, sources()]
+        parts = [
+            told,
+            *_named(self.content),
+            repr(self.slo),
+            self.rates_per_s,
+            self.required,
+            sources(),
+        ]
         text = json.dumps(parts, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -116,6 +126,18 @@ def sources() -> str:
     found = hashlib.sha256()
     for name in SOURCES:
         path = root / name
-        for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
-            found.update(file.read_bytes())
+        for file in [path] if path.is_file() else sorted(path.rglob("*")):
+            if file.is_file() and "__pycache__" not in file.parts:
+                found.update(file.read_bytes())
     return found.hexdigest()[:16]
+
+
+def _named(content: Mapping[str, Any]) -> Iterator[str]:
+    """Digests of the files that a scenario names."""
+    for *sections, key in (name.split(".") for name in FILES):
+        inner: Any = content
+        for section in sections:
+            inner = inner.get(section) or {}
+        name = inner.get(key)
+        if isinstance(name, str) and Path(name).is_file():
+            yield hashlib.sha256(Path(name).read_bytes()).hexdigest()

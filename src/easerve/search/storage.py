@@ -41,7 +41,11 @@ class Storage:
             yield
             return
         path = Path(f"{self.path}.{study_id}.lock")  # is left there: to remove it would race
-        with path.open("a+") as file:
+        try:
+            opened = path.open("a+")
+        except OSError as error:
+            raise StorageError(f"{path}: {error.strerror}") from None
+        with opened as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -77,4 +81,9 @@ def open_storage(where: str | Path | None) -> Storage:
     try:
         return Storage(RDBStorage(f"{SQLITE}{path}", engine_kwargs=arguments), path)
     except Exception as error:  # of a driver, a schema or a file: whatever it is, it is not ours
-        raise StorageError(f"{path}: no database of studies: {error}") from error
+        raise StorageError(f"{path}: no database of studies: {cause(error)}") from error
+
+
+def cause(error: BaseException) -> str:
+    """What a database says, without the statement that it was given."""
+    return str(getattr(error, "orig", None) or error)

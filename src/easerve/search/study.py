@@ -24,7 +24,6 @@ from easerve.search.storage import open_storage
 from easerve.search.trials import Trial
 
 OnTrial = Callable[[Trial], None]
-Stop = Callable[[Sequence[Trial]], bool]
 
 
 class Study:
@@ -70,12 +69,11 @@ class Study:
         num_trials: int,
         on_trial: OnTrial | None = None,
         on_score: OnTrial | None = None,
-        stop: Stop | None = None,
         executor: Executor | None = None,
         jobs: int = 1,
     ) -> list[Trial]:
-        """Goes on until there are so many in all, or nothing is left to try, or ``stop`` says so,
-        which is asked before each. Returns all that are finished.
+        """Goes on until there are so many in all, or nothing is left to try. Returns all that are
+        finished.
 
         ``on_trial``: is told each trial that this run finishes; ``on_score``: a trial with each
         score that it gets. ``executor``: scores are made in it, ``jobs`` at once; what is recorded
@@ -89,17 +87,17 @@ class Study:
             if executor is not None:
                 self._ahead = Ahead(self._objective, executor, 2 * jobs)
             try:
-                return self._run(num_trials, stop or _never)
+                return self._run(num_trials)
             finally:
                 if self._ahead is not None:
                     self._ahead.forget()
                 self._ahead = None
 
-    def _run(self, num_trials: int, stop: Stop) -> list[Trial]:
+    def _run(self, num_trials: int) -> list[Trial]:
         stored = self.trials
         finished = [each for each in stored if each.state != "running"]
         running = [each for each in stored if each.state == "running"]
-        while len(finished) < num_trials and not stop(finished):
+        while len(finished) < num_trials:
             trial = running.pop() if running else self._next(finished)
             if trial is None:
                 break
@@ -216,7 +214,3 @@ def _unusable(score: Score) -> str:
 
 def _ignore(trial: Trial) -> None:
     """Nobody is told."""
-
-
-def _never(trials: Sequence[Trial]) -> bool:
-    return False

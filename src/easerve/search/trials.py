@@ -46,8 +46,13 @@ class Trial:
 
     @property
     def attainment(self) -> float | None:
-        """Mean over the seeds so far; None without a score."""
-        return fmean(each.attainment for each in self.scores) if self.scores else None
+        """Mean over the seeds so far; None without a score. Exact where all are alike: a plain mean
+        of scores that are just what is required may come out below it, by rounding.
+        """
+        if not self.scores:
+            return None
+        least = min(each.attainment for each in self.scores)
+        return least + fmean(each.attainment - least for each in self.scores)
 
     @property
     def confidence_per_s(self) -> float | None:

@@ -35,7 +35,7 @@ from easerve.search import best
 from easerve.search.importance import importance
 from easerve.search.methods.method import METHODS, method
 from easerve.search.objective import Unworkable
-from easerve.search.storage import StorageError
+from easerve.search.storage import StorageError, path_of
 from easerve.search.study import Study
 from easerve.search.trials import Trial
 from easerve.search.trials import best as winner_of
@@ -112,6 +112,14 @@ def run(asked: Asked) -> int:
         return INTERRUPTED
 
 
+def storage_of(text: str | None) -> Path | None:
+    """Of a path or a URL, as ``optuna-dashboard`` has it. Raises ConfigError."""
+    try:
+        return None if text is None else path_of(text)
+    except StorageError as error:
+        raise ConfigError(f"--storage {error}") from None
+
+
 def prepared(asked: Asked, said: Said, console: Console) -> Prepared:
     """Raises ConfigError, EngineStartError, EngineError."""
     if is_scenario(asked.common.path):
@@ -146,10 +154,12 @@ def _compare(asked: Asked, found: Prepared, console: Console) -> int:
 def _search(asked: Asked, found: Prepared, said: Said, console: Console) -> int:
     question, objective = found.question, found.objective
     chosen = method(asked.method, question.space, asked.seed, found.candidates)
+    if asked.out is not None:
+        found.winner(found.candidates[0].starts[0])  # to hear now, if it cannot be written
     begin_s = time.monotonic()
     with found.entered, terminated():
         study = Study(asked.storage, asked.study_name, question.space, objective, chosen)
-        with _trials(console, asked.num_trials, said) as tick:
+        with _trials(console, asked.num_trials, study.trials, said) as tick:
             trials = study.run(asked.num_trials, tick)
     facts = {
         "study": asked.study_name,
@@ -228,13 +238,16 @@ def terminated() -> Iterator[None]:
 
 
 @contextmanager
-def _trials(console: Console, num_trials: int, said: Said) -> Iterator[Callable[[Trial], None]]:
+def _trials(
+    console: Console, num_trials: int, before: Sequence[Trial], said: Said
+) -> Iterator[Callable[[Trial], None]]:
+    """``before``: of earlier runs."""
     text, now = TextColumn("{task.description}"), TextColumn("{task.fields[now]}")
     columns = (text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), now)
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("trials", total=num_trials, now="")
         said.to = lambda text: bar.update(task, now=text)
-        known: list[Trial] = []
+        known = [each for each in before if each.state != "running"]
 
         def tick(trial: Trial) -> None:
             known.append(trial)
@@ -242,7 +255,7 @@ def _trials(console: Console, num_trials: int, said: Said) -> Iterator[Callable[
             told = "none keeps the promise yet"
             if won is not None:
                 told = f"best {won.goodput_per_s:.3g}/s, {won.configuration.allocation}"
-            bar.update(task, completed=trial.number + 1, description=told)
+            bar.update(task, completed=len(known), description=told)
 
         yield tick
 

@@ -5,6 +5,7 @@ is. Scores are looked up, which changes nothing for a method: the same seed make
 How long a study takes is measured on one that looks nothing up.
 """
 
+import math
 import multiprocessing
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -209,17 +210,15 @@ def table(result: Result) -> Table:
 
 
 def _row(name: str, studies: Sequence[Mapping[str, Any]]) -> list[Cell]:
-    near = [each["trials_to_near"] for each in studies]
-    found = sorted(each for each in near if each is not None)
-    all_found = len(found) == len(studies)
-    gaps = [PERCENT * each["gap"] for each in studies]
     # Of studies that did not come near the number of trials is not known, only that it is more.
-    half = found[(len(studies) - 1) // 2] if len(found) > (len(studies) - 1) // 2 else None
+    near = [math.inf if (at := each["trials_to_near"]) is None else at for each in studies]
+    half, most = (each if each < math.inf else None for each in (median(near), max(near)))
+    gaps = [PERCENT * each["gap"] for each in studies]
     return [
         name,
-        f"{len(found)} of {len(studies)}",
+        f"{sum(each < math.inf for each in near)} of {len(studies)}",
         half,
-        found[-1] if all_found else None,
+        most,
         median(gaps),
         max(gaps),
         median(each["num_scores"] for each in studies),

@@ -18,6 +18,7 @@ AS_IT_IS = Configuration("as it is", ())
 UNCHANGED = Space([Allocation("as it is", {}, {})], [])
 """A file or scenario without any change."""
 PERCENT = 100
+ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +75,37 @@ def _ratio(rounds: Sequence[dict[str, Any]]) -> dict[str, float | None]:
 def in_words(told: dict[str, Any], source: str) -> str:
     """As in ``1.21 ± 0.05 times the goodput of FILE as it is, in 3 rounds under new loads``."""
     ratio, half = told["ratio"], told["ratio_confidence"]
-    if ratio is None:
-        return f"{source} as it is has no goodput at all under new loads"
-    more = "" if half is None else f" ± {half:.2f}"
     rounds = f"{len(told['rounds'])} round{'' if len(told['rounds']) == 1 else 's'}"
+    if ratio is None:
+        winner = fmean(each["winner"]["goodput_per_s"] for each in told["rounds"])
+        return (
+            f"a goodput of {winner:.3g} req/s in {rounds} under new loads, where {source} as it is "
+            "has none"
+        )
+    more = "" if half is None else f" ± {half:.2f}"
     return f"{ratio:.3f}{more} times the goodput of {source} as it is, in {rounds} under new loads"
 
 
-def section(told: dict[str, Any], source: str) -> Section:
+def _caveats(told: dict[str, Any], required: float) -> Iterator[str]:
+    """What speaks against the winner."""
+    ratio, half = told["ratio"], told["ratio_confidence"]
+    if ratio is not None and half is not None and ratio + half < 1:
+        yield "It is worse than the source as it is."
+    elif ratio is not None and ratio - (half or 0.0) <= 1:
+        yield "That is within the noise: nothing shows that it is better."
+    attained = fmean(each["winner"]["attainment"] for each in told["rounds"])
+    if attained < required - ROUNDING:
+        yield (
+            f"Of its requests {PERCENT * attained:.3g} % keep the promise under these loads, less "
+            f"than the {PERCENT * required:g} % that are asked for."
+        )
+
+
+def section(told: dict[str, Any], source: str, required: float) -> Section:
     columns = ["load (seed)", "as it is: goodput, req/s", "attainment, %", "at, req/s"]
     columns += ["winner: goodput, req/s", "attainment, % ", "at, req/s "]
     rows: list[list[Cell]] = [[each["seed"], *_cells(each)] for each in told["rounds"]]
-    text = f"The winner has {in_words(told, source)}."
-    if told["ratio"] is not None and told["ratio"] - (told["ratio_confidence"] or 0.0) <= 1:
-        text += " That is within the noise: nothing shows that it is better."
+    text = " ".join([f"The winner has {in_words(told, source)}.", *_caveats(told, required)])
     return Section("Confirmation", text, [Table("Side by side", columns, rows)])
 
 

@@ -29,21 +29,13 @@ from easerve.bench.run import Run, measure
 from easerve.cli import profile_here
 from easerve.cli.search.live_load import PROMISE, Window, content_seed, scored
 from easerve.cli.search.live_process import ServerLost, ServerProcess, Tell
-from easerve.config import (
-    PARTITION_KNOBS,
-    ConfigError,
-    Deployment,
-    build,
-    merge,
-    read_file,
-    read_yaml,
-)
+from easerve.config import ConfigError, Deployment, build, merge, read_file, read_yaml
 from easerve.engines.partition.facts import gather
 from easerve.goodput import Slo
 from easerve.policy.knobs import NO_RULE
+from easerve.search import overlay
 from easerve.search.objective import Score, Unworkable
 from easerve.search.space import SHARE, Configuration, Space
-from easerve.sim import overlay
 
 DRAIN_S, DRAIN_POLL_S = 30.0, 0.05
 NEW_ENGINES = 4
@@ -109,7 +101,7 @@ class LiveObjective:
         self.seeds, self.required, self._allow_late = seeds, required, allow_late
         self._tell, self._serve, self._measure = tell, serve, measure
         self._content = read_file(path)
-        self.key = key_of(path, window, slo)
+        self.key = key_of(path, window, slo, allow_late)
         self._server: Running | None = None
         self._engines: Content = {}
         self._policy: Content = {}
@@ -248,20 +240,9 @@ def laid(content: Content, space: Space, configuration: Configuration) -> Conten
     if allocation.offload is not None:
         changes = {**allocation.changes, **dict(configuration.values), **allocation.offload}
     made = overlay.laid(content, changes)
-    if made.get("partition") is None:
-        return overlay.laid(without_partition(content), changes)
-    if configuration.get(SHARE) == 1:
+    if made.get("partition") is not None and configuration.get(SHARE) == 1:
         made = merge(made, {"policy": {"how": NO_RULE}})
     return made
-
-
-def without_partition(content: Content) -> Content:
-    """Without the section, and what the file says of its rule, which would be refused."""
-    policy = content.get("policy")
-    kept = {**content, "partition": None}
-    if isinstance(policy, Mapping):
-        kept["policy"] = {key: policy[key] for key in policy if key not in PARTITION_KNOBS}
-    return kept
 
 
 def engines_of(content: Content) -> Content:
@@ -278,7 +259,7 @@ def private(content: Content) -> Content:
 # What is measured ---------------------------------------------------------------------------------
 
 
-def key_of(path: Path, window: Window, slo: Slo) -> str:
+def key_of(path: Path, window: Window, slo: Slo, allow_late: bool = False) -> str:
     """Of all that a score depends on besides configuration and seed, as far as that can be named:
     device, model, versions, the file (but for its server), load and promise. Raises ConfigError.
 
@@ -286,12 +267,14 @@ def key_of(path: Path, window: Window, slo: Slo) -> str:
     """
     deployment = build(read_file(path), str(path))
     content = read_yaml(path)  # with paths as they are in it, wherever this process runs
-    told = {
+    told: dict[str, Any] = {
         "easerve": __version__,
         "here": profile_here.here(deployment, gather(deployment.device)).model_dump(mode="json"),
         "deployment": {name: each for name, each in content.items() if name != "server"},
         "window": window.described(),
         "slo": asdict(slo),
     }
+    if allow_late:  # its scores are no answers where a client has to keep up
+        told["allow_late"] = True
     text = json.dumps(told, sort_keys=True, default=str)
     return f"live:{hashlib.sha256(text.encode()).hexdigest()[:16]}"

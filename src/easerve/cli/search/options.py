@@ -70,7 +70,7 @@ def search(
     ] = 30,
     seed: Annotated[int, searching(min=0, help="Same seed, same study.")] = 0,
     storage: Annotated[
-        Path | None,
+        str | None,
         searching(help="Keep the study: it can go on, and optuna-dashboard shows it."),
     ] = None,
     study: Annotated[
@@ -168,7 +168,7 @@ def search(
             method,
             trials,
             seed,
-            storage,
+            command.storage_of(storage),
             study,
             confirm,
             compare_seeds if compare else 0,

@@ -16,6 +16,7 @@ import yaml
 from rich.console import Console
 
 from easerve.cli import divide, profile, profile_capacity
+from easerve.cli.advise_deployment import is_deployment
 from easerve.cli.bench.asked import modality
 from easerve.cli.profile_capacity_bench import Workload
 from easerve.cli.profile_here import here, path_of
@@ -24,7 +25,7 @@ from easerve.cli.search.live import LiveObjective
 from easerve.cli.search.live_load import Window, promised
 from easerve.cli.search.live_process import Tell
 from easerve.cli.search.result import Question
-from easerve.config import ConfigError, Deployment, build, read_file, read_yaml
+from easerve.config import ConfigError, Deployment, build, read_file
 from easerve.costs import hardware, roofline
 from easerve.engines.vllm.models import config_of
 from easerve.goodput import Slo, parse_slo
@@ -36,7 +37,7 @@ from easerve.search.methods.method import Candidate
 from easerve.search.objective import Objective
 from easerve.search.pruning import Pruning
 from easerve.search.simulated import SimulatedObjective
-from easerve.search.space import Configuration, Space, Value
+from easerve.search.space import Configuration, Knob, Space, Value
 from easerve.sim import scenario as scenarios
 from easerve.sim.config import EaserveSystem, LocalPrefill
 from easerve.sim.scenario import Scenario
@@ -136,23 +137,34 @@ def _defaults(space: Space, start: Configuration) -> dict[str, Value]:
 
 
 def is_scenario(path: Path) -> bool:
-    """Else it is a deployment file. Raises ConfigError for a file that cannot be read."""
-    content = read_yaml(path)
-    return isinstance(content, dict) and bool({"base", "workload", "hardware"} & set(content))
+    """Else it is a deployment file. Raises ConfigError for a file that is neither."""
+    return not is_deployment(path)
 
 
 def knobs_of(texts: Sequence[str]) -> dict[str, tuple[Value, ...]]:
-    """``policy.max_batch_items=1,4,16`` -> values by the path. Raises ConfigError."""
+    """``policy.max_batch_items=1,4,16`` -> values by the path, each once, numbers rising. Raises
+    ConfigError.
+    """
     found: dict[str, tuple[Value, ...]] = {}
     for text in texts:
         path, equals, values = text.partition("=")
         if not equals or "." not in path or not values:
             raise ConfigError(f"--knob {text!r} is not like policy.max_batch_items=1,4,16")
-        listed = yaml.safe_load(f"[{values}]")
-        if any(isinstance(each, list | dict) for each in listed):
-            raise ConfigError(f"--knob {path}: values are numbers or names")
-        found[path] = tuple(listed)
+        if path in found:
+            raise ConfigError(f"--knob {path}: it is given twice; list all its values at once")
+        found[path] = _values(path, values)
     return found
+
+
+def _values(path: str, text: str) -> tuple[Value, ...]:
+    try:
+        listed = yaml.safe_load(f"[{text}]")
+    except yaml.YAMLError:
+        listed = [None, []]
+    if not all(each is None or isinstance(each, str | int | float) for each in listed):
+        raise ConfigError(f"--knob {path}: {text!r}: values are numbers or names, as in 1,4,16")
+    values = tuple(dict.fromkeys(listed))
+    return tuple(sorted(values)) if Knob(path, values).is_ordered else values
 
 
 # On the simulator ---------------------------------------------------------------------------------
@@ -174,7 +186,7 @@ def on_simulator(common: Common, asked: Simulated) -> Prepared:
         content,
         space,
         slo,
-        tuple(asked.rates_per_s or _ladder(kept)),
+        tuple(sorted(set(asked.rates_per_s or _ladder(kept)))),
         common.seeds,
         common.required,
     )

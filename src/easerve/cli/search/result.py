@@ -1,7 +1,7 @@
 """What a search came to, as JSON: what ``--json`` prints and ``easerve report`` draws."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from easerve.goodput import Slo
@@ -58,7 +58,7 @@ class Question:
             "title": self.title,
             "objective": "live" if self.live else "simulated",
             "tier": self.tier,
-            "slo": {"ttft_s": self.slo.ttft_s, "tpot_s": self.slo.tpot_s},
+            "slo": asdict(self.slo),
             "rates_per_s": list(self.rates_per_s),
             "load": self.load,
             "capacities": self.capacities,

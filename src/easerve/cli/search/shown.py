@@ -18,8 +18,9 @@ NONE_KEEPS = (
 
 
 def sections(result: Result) -> list[Section]:
-    confirmation = result.get("confirmation")
-    more = [] if confirmation is None else [confirm.section(confirmation, result["source"])]
+    more = []
+    if (told := result.get("confirmation")) is not None:
+        more = [confirm.section(told, result["source"], result["required"])]
     return [*space(result), _trials(result), *more, *_charts(result)]
 
 

@@ -1,5 +1,5 @@
-"""Coordinate descent: one knob after the other, the allocation among them, until none helps; then
-anew from a random point.
+"""Coordinate descent: from a random point, one knob after the other, the allocation among them,
+until none helps; then anew from another.
 
 For every proposal the walk is done again from its beginning, with the history in place of the runs:
 the first configuration on its way that the history does not have is the proposal.
@@ -22,11 +22,8 @@ Known = Mapping[Configuration, float]
 
 @dataclass(frozen=True)
 class Coordinate:
-    """``start``: None for a random one."""
-
     space: Space
     seed: int = 0
-    start: Configuration | None = None
     name: str = "coordinate"
     is_blind: bool = False
 
@@ -41,8 +38,7 @@ class Coordinate:
         """
         seen: set[Configuration] = set()
         for number in count():
-            start = self.start if number == 0 else None
-            start = start or draw_untried(self.space, seen, rng(self.seed, number))
+            start = draw_untried(self.space, seen, rng(self.seed, number))
             if start is None:
                 return
             for configuration in self._descent(start, known):

@@ -43,15 +43,13 @@ class Candidate:
 
 def method(name: str, space: Space, seed: int, candidates: Sequence[Candidate] = ()) -> Method:
     """``candidates``: for ``has``, in order of what they promise; without any, every allocation is
-    one, without starts. ``coordinate`` starts at the first start of the first. Raises ValueError
-    for a name that is none.
+    one, without starts. The others know nothing of them. Raises ValueError for a name that is none.
     """
     from easerve.search.methods.coordinate import Coordinate
     from easerve.search.methods.has import Has
     from easerve.search.methods.listed import Drawn, Grid
     from easerve.search.methods.tpe import Tpe
 
-    starts = [start for candidate in candidates for start in candidate.starts]
     match name:
         case "has":
             named = candidates or [Candidate(each.name) for each in space.allocations]
@@ -61,7 +59,7 @@ def method(name: str, space: Space, seed: int, candidates: Sequence[Candidate] =
         case "random":
             return Drawn(space, seed)
         case "coordinate":
-            return Coordinate(space, seed, starts[0] if starts else None)
+            return Coordinate(space, seed)
         case "grid":
             return Grid(space, seed)
     raise ValueError(f"method {name!r} is none of {', '.join(METHODS)}")
