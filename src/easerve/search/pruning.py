@@ -130,30 +130,23 @@ def _most(knob: Knob | None) -> int | None:
 def starts(
     allocation: Allocation, space: Space, site: Site, given: Mapping[str, Value] | None = None
 ) -> list[Configuration]:
-    """Configurations to begin with, best guess first, none twice.
+    """Configurations to begin with, one or two, the better guess first.
 
-    Both sides of prefill as busy as each other, or nearly; as much of it remote as costs nothing;
-    all of it. The smallest batches with which the encoder does its best, and the largest that keep
-    the promise. ``given``: what the file says of knobs; other knobs begin with the default, or
-    their first value where that is none of them. Raises Lacking.
+    Both sides of prefill as busy as each other; as much of it remote as costs nothing. Batches of
+    the encoder are the smallest with which it does its best. ``given``: what the file says of
+    knobs; other knobs begin with the default, or their first value where that is none of them.
+    Raises Lacking.
     """
     knobs = {knob.path: knob for knob in space.knobs_of(allocation.name)}
     found = engines(allocation, site, _most(knobs.get(BATCH)), _most(knobs.get(SLOTS)))
     first = {path: _first(knob, given or {}) for path, knob in knobs.items()}
     if SLOTS in knobs:
         first[SLOTS] = _slots(allocation, knobs[SLOTS], site)
-    caps = _caps(allocation, knobs[BATCH], site) if BATCH in knobs else [None]
-    shares = _guesses(found, knobs[SHARE]) if SHARE in knobs else [None]
-    pairs = [(share, caps[0]) for share in shares] + [(shares[0], cap) for cap in caps[1:]]
-    chosen = [
-        space.configuration(allocation.name, first | _without_none({SHARE: share, BATCH: cap}))
-        for share, cap in pairs
-    ]
-    return list(dict.fromkeys(chosen))
-
-
-def _without_none(values: Mapping[str, Value]) -> dict[str, Value]:
-    return {path: value for path, value in values.items() if value is not None}
+    if BATCH in knobs:
+        first[BATCH] = _cap(allocation, knobs[BATCH], site)
+    guesses = _guesses(found, knobs[SHARE]) if SHARE in knobs else []
+    begun = [first | {SHARE: share} for share in guesses] or [first]
+    return list(dict.fromkeys(space.configuration(allocation.name, each) for each in begun))
 
 
 def _first(knob: Knob, given: Mapping[str, Value]) -> Value:
@@ -165,8 +158,8 @@ def _first(knob: Knob, given: Mapping[str, Value]) -> Value:
     return knob.values[0]
 
 
-def _guesses(found: Engines, knob: Knob) -> list[Value]:
-    """Remote shares: balanced, the highest of the best, those next to balanced, and 1.
+def _guesses(found: Engines, knob: Knob) -> list[float]:
+    """Remote shares: balanced, and the highest of the best.
 
     What balances prefill may slow the encoders more than it is worth; then it comes second.
     """
@@ -174,21 +167,18 @@ def _guesses(found: Engines, knob: Knob) -> list[Value]:
     balanced = found.balanced_share
     at = min(range(len(grid)), key=lambda index: abs(grid[index] - balanced))
     first = [grid[at], _highest_best(found, _shares(knob, found))]
-    first.sort(key=lambda share: -round(found.most_per_s(share), 9))
-    near = [grid[index] for index in (at - 1, at + 1) if 0 <= index < len(grid)]
-    return [*first, *near, *(share for share in grid if share == 1)]
+    return sorted(first, key=lambda share: -round(found.most_per_s(share), 9))
 
 
-def _caps(allocation: Allocation, knob: Knob, site: Site) -> list[Value]:
-    """Batch caps: the smallest that does about as much as any, the largest that is allowed."""
+def _cap(allocation: Allocation, knob: Knob, site: Site) -> Value:
+    """The smallest batch cap that does about as much as any that is allowed."""
     rows = site.capacities.rows(Stage.ENCODE, 1)
     values = sorted(int(each) for each in _numbers(knob))
     at = {value: _reached(rows, value) for value in values}
     limit_s = call_limit_s(allocation, site)
     allowed = [value for value in values if at[value].seconds <= limit_s] or values[:1]
     most = max(at[value].per_s for value in allowed)
-    smallest = next(value for value in allowed if at[value].per_s >= SAME * most)
-    return [smallest, allowed[-1]]
+    return next(value for value in allowed if at[value].per_s >= SAME * most)
 
 
 def _reached(rows: Sequence[Row], batch: int) -> Row:

@@ -12,8 +12,15 @@ def place(share: float, batch: int) -> Configuration:
     return ONE.configuration("e2-p2x2-d2", {SHARE: share, BATCH: batch})
 
 
+def test_the_knob_that_was_tried_least_from_the_best_is_next() -> None:
+    found = nearby(ONE, {place(0.5, 8): 1.0, place(0.55, 8): 2.0, place(0.6, 8): 1.0})
+    assert found is not None
+    assert found[SHARE] == 0.55
+    assert found[BATCH] != 8
+
+
 def test_it_goes_on_where_the_last_steps_went_up() -> None:
-    known = {place(0.5, 8): 1.0, place(0.55, 8): 2.0, place(0.5, 4): 0.5, place(0.55, 16): 1.0}
+    known = {place(0.5, 8): 1.0, place(0.55, 8): 2.0, place(0.55, 4): 0.5, place(0.55, 16): 1.0}
     found = nearby(ONE, known)
     assert found is not None
     assert found[BATCH] == 8

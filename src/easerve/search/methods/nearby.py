@@ -1,6 +1,6 @@
 """From the best configuration that is known to the most promising one near it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from easerve.search.methods.points import at, nearest_untried
 from easerve.search.space import Configuration, Knob, Space, Value
@@ -14,23 +14,32 @@ Known = Mapping[Configuration, float]
 
 
 def nearby(space: Space, known: Known) -> Configuration | None:
-    """One step from the best, to where what is known about the surroundings promises most; None if
-    nothing is left. ``space``: of one allocation; ``known``: not empty.
+    """One step from the best, along the knob that was tried least from there, to where what is
+    known about the surroundings promises most; None if nothing is left. ``space``: of one
+    allocation; ``known``: not empty.
     """
     best = max(known, key=lambda each: known[each])
-    left = [each for each in _moves(space, best) if each not in known]
-    if not left:
+    moves = [
+        [each for each in moves if each not in known]
+        for moves in sorted(_moves(space, best), key=lambda moves: _num_in(moves, known))
+    ]
+    left = next(filter(None, moves), None)
+    if left is None:
         return nearest_untried(space, best, known)
     return max(left, key=lambda each: estimate(space, each, known))
 
 
-def _moves(space: Space, start: Configuration) -> Iterator[Configuration]:
-    """With one knob changed."""
+def _num_in(moves: Sequence[Configuration], known: Known) -> int:
+    return sum(each in known for each in moves)
+
+
+def _moves(space: Space, start: Configuration) -> Iterator[list[Configuration]]:
+    """By knob, with that one changed."""
     own = dict(start.values)
     for knob in space.knobs_of(start.allocation):
         if knob.path in own:
-            for value in _strides(knob, own[knob.path]):
-                yield at(space, start.allocation, {**own, knob.path: value})
+            values = _strides(knob, own[knob.path])
+            yield [at(space, start.allocation, {**own, knob.path: value}) for value in values]
 
 
 def _strides(knob: Knob, value: Value) -> list[Value]:
