@@ -25,6 +25,7 @@ def sections(result: Result) -> list[Section]:
 
 
 def space(result: Result) -> Iterator[Section]:
+    some_cannot = any(each["remote_only"] for each in result["allocations"])
     rows: list[list[Cell]] = []
     for each in result["allocations"]:
         stages = each["stages_per_s"] or {}
@@ -37,12 +38,13 @@ def space(result: Result) -> Iterator[Section]:
                 each["num_configurations"],
                 each["capacity_per_s"],
                 slowest,
-                each["remote_only"] or None,
+                *([each["remote_only"] or None] if some_cannot else []),
                 each["why"] or None,
             ]
         )
     columns = ["allocation", "", "configurations", "at most, req/s", "bottleneck"]
-    columns += ["why no local prefill", "why pruned"]
+    columns += ["why no local prefill"] if some_cannot else []
+    columns += ["why pruned"]
     parts = [Table("Allocations", columns, rows)]
     if result["impossible"]:
         parts.append(_impossible(result["impossible"]))
