@@ -216,14 +216,11 @@ def test_parallel_axes_have_a_line_for_each_trial_the_best_one_last() -> None:
     made = figure(Chart("t", "", "", axes, "parallel"))
     assert [line["name"] for line in made["data"]] == ["1", "2", "3"]
     assert made["data"][-1]["line"]["width"] > made["data"][0]["line"]["width"]
-    heights = {line["name"]: line["y"] for line in made["data"]}
-    assert heights["1"][1] > heights["2"][1], "no rule comes last"
-    assert all(0 <= y <= 1 for line in made["data"] for y in line["y"])
-    assert [note["text"] for note in made["layout"]["annotations"] if note["x"] == "rule"] == [
-        "gap",
-        "slack",
-        "–",
-    ]
+    places = {line["name"]: line["x"] for line in made["data"]}
+    assert places["1"][1] > places["2"][1], "no rule comes last"
+    assert all(0 <= x <= 1 for line in made["data"] for x in line["x"])
+    notes = [note["text"] for note in made["layout"]["annotations"] if note["y"] == 1]
+    assert notes == ["<b>rule</b>", "gap", "slack", "–"]
     assert not made["layout"]["showlegend"]
     assert "rule: gap, –, slack" in summary(Chart("t", "", "", axes, "parallel"))
 
@@ -232,10 +229,11 @@ def test_an_axis_of_many_numbers_is_a_scale() -> None:
     values = [number / 20 for number in range(1, 21)]
     axes = [Axis("share", values), Axis("goodput", values)]
     made = figure(Chart("t", "", "", axes, "parallel"))
-    assert [line["y"][0] for line in made["data"]] == pytest.approx(
+    assert [line["x"][0] for line in made["data"]] == pytest.approx(
         [number / 19 for number in range(20)]
     )
-    assert [note["text"] for note in made["layout"]["annotations"]] == ["0.05", "1"] * 2
+    texts = [note["text"] for note in made["layout"]["annotations"]]
+    assert texts == ["<b>share</b>", "0.05", "1", "<b>goodput</b>", "0.05", "1"]
 
 
 def test_parallel_axes_without_trials_say_so() -> None:

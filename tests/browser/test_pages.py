@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from easerve.bench.drawings.results import of_bench, of_goodput, of_simulate
 from easerve.bench.drawings.runs import sections
 from easerve.bench.report import Chart, Limit, Section, Series, Spans, Table, html
+from easerve.cli.search import shown
 from tests.bench.drawn_results import FAST, SLOW, bench, goodput, simulated
 from tests.browser.chromium import CHROMIUM, DRIVER, Browser, browser
 
@@ -77,8 +79,97 @@ def kinds(folder: Path) -> Path:
     return write(folder / "kinds.html", [Section(LONG, "w" * 200, parts, alert=LONG * 3)])
 
 
+ALLOCATIONS = ("e2-p2x2-d2", "e1-p1x3-d2x2", "e4-p1x2-d1x2")
+RULES = ("slack", "gap", "greedy")
+NUM_TRIALS = 12
+BEST = 7
+"""The trial that wins."""
+
+
+def trial(number: int) -> dict[str, Any]:
+    """Goodput rises up to the best; the one after it is the last that is complete."""
+    rule = RULES[number % 3]
+    knobs = {"policy.remote_share": number / 20, "policy.when": rule, "decode.max_num_seqs": 64}
+    return {
+        "trial": number,
+        "allocation": ALLOCATIONS[number % len(ALLOCATIONS)],
+        "knobs": knobs | ({} if rule == "greedy" else {"policy.gap_k": 0.5}),
+        "goodput_per_s": 2 - abs(number - BEST) / 10,
+        "confidence_per_s": 0.1,
+        "attainment": 0.95,
+        "rate_per_s": 2.5,
+        "state": "complete" if number <= BEST + 1 else "pruned",
+        "why": "" if number <= BEST + 1 else "5 % behind the best after 1 of 2 seeds",
+        "cached": False,
+    }
+
+
+@pytest.fixture(scope="module")
+def searched(folder: Path) -> Path:
+    """What ``easerve search --html`` writes, with a reason in every column that has one."""
+    trials = [trial(number) for number in range(NUM_TRIALS)]
+    allocations = [
+        {
+            "name": name,
+            "num_configurations": 480,
+            "kept": name != ALLOCATIONS[-1],
+            "capacity_per_s": 3.4,
+            "stages_per_s": {"encode": 9.0, "prefill": 4.0, "decode": 3.4},
+            "why": "" if name != ALLOCATIONS[-1] else "decode 2.54/s is the bottleneck",
+            "remote_only": "",
+        }
+        for name in ALLOCATIONS
+    ]
+    result = {
+        "title": "pictures, 8 GPUs",
+        "source": "scenarios/pictures.yaml",
+        "allocations": allocations,
+        "impossible": [{"name": "e1-p1-d1", "why": "leaves 5 devices idle"}],
+        "knobs": {
+            "policy.remote_share": [number / 20 for number in range(1, 21)],
+            "policy.when": list(RULES),
+            "policy.gap_k": [0.5, 1.0],
+            "decode.max_num_seqs": [64, 128],
+        },
+        "num_configurations": 1440,
+        "num_candidates": 2,
+        "capacities": "modelled",
+        "trials": trials,
+        "best": trials[BEST],
+        "runner_up": trials[BEST + 1],
+        "closest": None,
+        "num_trials": NUM_TRIALS,
+        "num_pruned": NUM_TRIALS - BEST - 2,
+        "num_failed": 0,
+        "num_cached": 0,
+        "method": "has",
+        "seed": 0,
+        "wall_s": 12.0,
+        "objective": "simulated",
+        "tier": "S3",
+        "rates_per_s": [0.5, 1.0, 2.5],
+        "required": 0.9,
+        "seeds": [1, 2],
+        "load": "60 requests, poisson arrivals",
+        "importance": {"policy.remote_share": 0.7, "allocation": 0.2, "policy.when": 0.1},
+        "confirmation": {
+            "rounds": [
+                {
+                    "seed": seed,
+                    "before": {"goodput_per_s": 1.5, "attainment": 0.95, "rate_per_s": 2.5},
+                    "winner": {"goodput_per_s": 1.9, "attainment": 0.95, "rate_per_s": 2.5},
+                }
+                for seed in (3, 4)
+            ],
+            "ratio": 1.27,
+            "ratio_confidence": 0.1,
+        },
+    }
+    return write(folder / "searched.html", shown.sections(result))
+
+
 @pytest.mark.parametrize("width", [PHONE, DESK])
-@pytest.mark.parametrize("name", ["one", "compared", "kinds"])
+@pytest.mark.parametrize("name", ["one", "compared", "kinds", "searched"])
 def test_pages_are_drawn_quiet_and_as_wide_as_the_window(
     chromium: Browser, request: pytest.FixtureRequest, name: str, width: int
 ) -> None:
@@ -107,6 +198,55 @@ def test_charts_that_stand_under_each_other_have_one_axis(chromium: Browser, one
     )
     assert len(plots) == 6
     assert len(set(plots)) == 1
+
+
+def chart_of(heading: str) -> str:
+    """JavaScript that has the chart under a heading."""
+    return (
+        "const chart = [...document.querySelectorAll('section')]"
+        f".find((each) => each.querySelector('h2').textContent === '{heading}')"
+        ".querySelector('.plotly-graph-div');"
+    )
+
+
+def test_best_so_far_rises_to_the_winner_and_stays(chromium: Browser, searched: Path) -> None:
+    chromium.open(searched, DESK)
+    best, each = chromium.run(
+        chart_of("Best so far") + "return chart._fullData.map((line) => [...line.y])"
+    )
+    assert best == sorted(best)
+    assert best[BEST:] == [pytest.approx(2.0)] * (NUM_TRIALS - BEST)
+    assert len(each) == NUM_TRIALS
+
+
+@pytest.mark.parametrize("width", [PHONE, DESK])
+def test_parallel_axes_have_a_line_for_each_trial_and_a_name_for_each_axis(
+    chromium: Browser, searched: Path, width: int
+) -> None:
+    chromium.open(searched, width)
+    num_lines, names = chromium.run(
+        chart_of("Configurations")
+        + "return [chart.querySelectorAll('.scatterlayer path.js-line').length,"
+        " [...chart.querySelectorAll('.xtick text')].map((each) => each.textContent)]"
+    )
+    assert num_lines == NUM_TRIALS
+    knobs = ["remote_share", "when", "gap_k", "max_num_seqs"]
+    assert names == ["allocation", *knobs, "goodput, req/s"]
+
+
+@pytest.mark.parametrize("width", [PHONE, DESK])
+def test_values_at_parallel_axes_are_not_cut_off(
+    chromium: Browser, searched: Path, width: int
+) -> None:
+    chromium.open(searched, width)
+    cut = chromium.run(
+        chart_of("Configurations") + "const room = chart.getBoundingClientRect();"
+        "return [...chart.querySelectorAll('.annotation text')].filter((each) => {"
+        " const box = each.getBoundingClientRect();"
+        " return box.left < room.left - 1 || box.right > room.right + 1;"
+        "}).map((each) => each.textContent)"
+    )
+    assert cut == []
 
 
 def test_texts_in_charts_can_be_read_in_the_dark(chromium: Browser, kinds: Path) -> None:

@@ -28,7 +28,9 @@ start = partial(ServerProcess.start, server=STAND_IN)
 
 def main(path: Path) -> None:
     window = Window(TEXT, 20.0, 0.2, num_warmup=2)
-    with LiveObjective(path, SPACE, window, SLO, serve=start, allow_late=True) as objective:
+    with LiveObjective(
+        path, SPACE, window, SLO, serve=start, allow_late=True, practises=False
+    ) as objective:
         objective.score(next(iter(SPACE)), 0)
         server = objective._server
         assert isinstance(server, ServerProcess)

@@ -107,11 +107,23 @@ def test_a_promise_that_nothing_keeps_has_no_winner(
     assert "there is no winner" in told.out
 
 
+def test_fewer_gpus_than_the_scenarios_systems_have_can_be_asked_for(searched: Searched) -> None:
+    found = searched("--trials", "2", "--set", "num_gpus=6")
+    assert {each["name"] for each in found["allocations"]} == {"e2-p2-d2"}
+    assert "confirmation" not in found, "the scenario as it is has more GPUs"
+
+
+def test_a_method_that_prunes_nothing_says_so(searched: Searched) -> None:
+    found = searched("--trials", "2", "--method", "random")
+    assert found["num_candidates"] == len(found["allocations"]) == 4
+    assert all(each["kept"] for each in found["allocations"])
+
+
 def test_what_would_be_searched_is_said_without_searching(easerve: Easerve) -> None:
     ended = easerve("search", IMAGES, *SMALL, "--dry-run")
     assert ended.code == 0
     assert "80 configurations of 4 allocations" in ended.out
-    assert "leaves 1 device idle" in ended.out
+    assert "leaves 1 device idle: another has all its engines and more" in ended.out
     assert "Trials" not in ended.out
 
 
@@ -120,6 +132,10 @@ def test_what_would_be_searched_is_said_without_searching(easerve: Easerve) -> N
     [
         (["nowhere.yaml"], "nowhere.yaml: No such file"),
         ([IMAGES, "--slo", "S9"], "--slo S9: the scenario has S1, S2"),
+        ([IMAGES, "--knob", "policy.max_batch_items=abc"], "--knob policy.max_batch_items=abc: "),
+        ([IMAGES, "--knob", "policy.remote_share=.nan"], "--knob policy.remote_share=nan: "),
+        ([IMAGES, "--gpus", "0,1"], "--gpus goes with a deployment file, which"),
+        ([str(ROOT / "scenarios/drift.yaml")], "its arrivals have rates of their own"),
         ([IMAGES, "--space", "all"], "none of paper, full"),
         ([IMAGES, "--method", "best"], "'best' is none of has"),
         ([IMAGES, "--knob", "max_batch_items=1"], "is not like policy.max_batch_items=1,4,16"),

@@ -118,6 +118,7 @@ def bench() -> Bench:
 def objective(bench: Bench, deployment: Path) -> LiveObjective:
     return LiveObjective(
         *(deployment, SPACE, WINDOW, SLO),
+        practises=False,
         tell=bench.said.append,
         serve=bench.serve,
         measure=bench.measure,
@@ -157,7 +158,11 @@ def test_what_is_no_knob_of_a_policy_needs_other_engines(bench: Bench, deploymen
     slots = Knob("decode.max_num_seqs", (8, 16))
     space = Space([Allocation("e1-p1-d1", {})], [slots, Knob(SHARE, (1.0,))])
     live_ = LiveObjective(
-        deployment, space, WINDOW, SLO, serve=bench.serve, measure=bench.measure, seeds=(4,)
+        *(deployment, space, WINDOW, SLO),
+        serve=bench.serve,
+        measure=bench.measure,
+        seeds=(4,),
+        practises=False,
     )
     for each in space:
         live_.score(each, 4)
@@ -171,7 +176,17 @@ def test_warm_ups_come_before_new_engines_and_new_knobs_only(
 ) -> None:
     for each in (chosen("none"), chosen("none"), chosen("greedy"), chosen("greedy")):
         objective.score(each, 0)
-    assert [len(warmup) for _, warmup in bench.windows] == [8, 0, 2, 0]
+    assert [len(warmup) for _, warmup in bench.windows] == [2, 0, 2, 0]
+
+
+def test_new_engines_have_a_window_that_does_not_count(bench: Bench, deployment: Path) -> None:
+    practising = LiveObjective(
+        *(deployment, SPACE, WINDOW, SLO), serve=bench.serve, measure=bench.measure
+    )
+    for each in (chosen("none"), chosen("greedy")):
+        practising.score(each, 0)
+    assert [len(warmup) for _, warmup in bench.windows] == [2, 0, 2]
+    assert bench.notes == ["start", "measure", "measure", {"when": "greedy"}, "measure"]
 
 
 def test_the_server_has_nothing_to_do_before_a_window(
@@ -225,7 +240,7 @@ def test_goodput_is_of_all_that_was_sent(bench: Bench, objective: LiveObjective)
     bench.samples = []
     assert objective.score(chosen(), 0) == Score(0.0, 0.0, 20.0)
     assert "measuring: 1 of 10 requests answered" in bench.said
-    assert "warm-up: 1 of 8 requests answered" in bench.said
+    assert "warm-up: 1 of 2 requests answered" in bench.said
 
 
 def test_a_window_in_which_the_client_was_late_is_repeated(
@@ -234,7 +249,7 @@ def test_a_window_in_which_the_client_was_late_is_repeated(
     bench.healths = [LATE, KEPT_UP]
     assert objective.score(chosen(), 0).attainment == 1
     assert bench.notes == ["start", "measure", "measure"]
-    assert [len(warmup) for _, warmup in bench.windows] == [8, 0]
+    assert [len(warmup) for _, warmup in bench.windows] == [2, 0]
     bench.healths = [LATE] * 3
     with pytest.raises(Unworkable, match="did not keep up, 3 times: the client was busy for 100%"):
         objective.score(chosen(), 0)
@@ -245,6 +260,7 @@ def test_late_windows_count_where_they_are_allowed(bench: Bench, deployment: Pat
     bench.healths = [LATE]
     allowed = LiveObjective(
         *(deployment, SPACE, WINDOW, SLO),
+        practises=False,
         allow_late=True,
         serve=bench.serve,
         measure=bench.measure,

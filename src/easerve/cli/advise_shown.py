@@ -138,6 +138,11 @@ def verdict(about: About, found: Advice) -> Iterator[str]:
     if found.verdict == SPLIT:
         yield f"Verdict: split. Use {name}. {because}"
         yield _from(found)
+    elif found.winner.best is None:
+        yield (
+            "Verdict: do not split, and nothing keeps the promise at any rate that was tried: "
+            f"more GPUs, or a looser promise. {because}"
+        )
     else:
         yield f"Verdict: do not split. Use {name}. {because}"
         top = found.rates_per_s[-1]

@@ -32,6 +32,7 @@ DRAWN_BY = {
     "bench-transfer": ("easerve.cli.bench.transfer_shown", "of_transfer"),
     "bench-twin": ("easerve.cli.bench.twin_shown", "of_twin"),
     "profile": ("easerve.cli.profile_shown", "of_profile"),
+    "search-space": ("easerve.cli.search.shown", "of_space"),
     "search": ("easerve.cli.search.shown", "sections"),
     "search-compare": ("easerve.cli.search.compare", "sections"),
 }

@@ -25,6 +25,7 @@ Verdict = Literal["split", "do not split"]
 SPLIT: Verdict = "split"
 WHOLE: Verdict = "do not split"
 AHEAD = 1.02
+MAX_ROUNDS = 10
 NUM_RUNGS, ABOVE = 8, 1.1
 """Of the ladder of rates, up to a tenth more than the best of all keeps."""
 CLEARLY = 0.05
@@ -172,9 +173,12 @@ def advise(
         }
 
     found = servings()
-    split = _best_split([each for name, each in found.items() if name != AGGREGATED])
-    even = None if split is None else break_even(trials, split, found.get(AGGREGATED))
-    found = servings()  # with the rates that were tried for it
+    for _ in range(MAX_ROUNDS):  # what is tried for the break-even may tell more of who is best
+        split = _best_split([each for name, each in found.items() if name != AGGREGATED])
+        even = None if split is None else break_even(trials, split, found.get(AGGREGATED))
+        before, found = found, servings()
+        if found == before:
+            break
     compared = [each for each in (AGGREGATED, split and split.name) if each in found]
     winner = _winner(found, split, even)
     return Advice(

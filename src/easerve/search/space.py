@@ -109,7 +109,11 @@ class Space:
             yield from self.of(each.name)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return sum(self.num_of(each.name) for each in self.allocations)
+
+    def num_of(self, allocation: str) -> int:
+        """Of the configurations of an allocation, without making them."""
+        return _count(self.knobs_of(allocation), {})
 
     def restricted(self, names: Sequence[str]) -> "Space":
         """To some of the allocations, in this order."""
@@ -130,3 +134,15 @@ def is_at_work(knob: Knob, chosen: Mapping[str, Value]) -> bool:
         return True
     path, values = knob.only_if
     return path in chosen and chosen[path] in values
+
+
+def _count(knobs: Sequence[Knob], chosen: Mapping[str, Value]) -> int:
+    """Only a knob that others depend on is looked at value by value."""
+    if not knobs:
+        return 1
+    knob, *others = knobs
+    if not is_at_work(knob, chosen):
+        return _count(others, chosen)
+    if not any(each.only_if is not None and each.only_if[0] == knob.path for each in others):
+        return len(knob.values) * _count(others, {**chosen, knob.path: knob.values[0]})
+    return sum(_count(others, {**chosen, knob.path: value}) for value in knob.values)

@@ -197,7 +197,7 @@ def _has_points(series: Series | Spans | Axis) -> bool:
 def height_px(chart: Chart) -> int:
     """Enough for the legend on a narrow screen, and for every row of spans."""
     if chart.kind == "parallel":
-        return parallel.HEIGHT_PX
+        return parallel.height_px(chart.axes)
     chars = sum(len(name) + 8 for name in _legend(chart))
     legend = math.ceil(chars / LEGEND_CHARS) * LEGEND_ROW_PX
     if chart.kind == "spans":

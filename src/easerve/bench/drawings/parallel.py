@@ -10,8 +10,10 @@ from easerve.bench.drawings.axes import GREY, Json, plain
 from easerve.bench.drawings.parts import Axis, Cell, shown
 
 FAINT, STRONG, BEST = (200, 215, 228), (0, 70, 130), "#d55e00"
-MAX_TICKS = 8
-HEIGHT_PX = 420
+MAX_TICKS, MAX_CHARS = 8, 4
+ROW_PX, MARGIN_PX = 66, 40
+EDGE = 0.05
+"""So near to an end a value's name stays within the chart."""
 SPREAD = 0.02
 """Lines through one value of a category are drawn so far apart, so that they can be counted."""
 
@@ -23,7 +25,7 @@ def lines(axes: Sequence[Axis]) -> Iterator[Json]:
     places = [_places(axis) for axis in axes]
     order = sorted(range(len(heights)), key=lambda line: heights[line])
     low, high = min(heights, default=0.0), max(heights, default=0.0)
-    names = [plain(axis.name) for axis in axes]
+    rows = list(range(len(axes)))
     for rank, line in enumerate(order):
         part = (heights[line] - low) / (high - low) if high > low else 1.0
         is_best = rank == len(order) - 1
@@ -31,8 +33,8 @@ def lines(axes: Sequence[Axis]) -> Iterator[Json]:
             "type": "scatter",
             "mode": "lines",
             "name": f"{shown(heights[line])}",
-            "x": names,
-            "y": [place[line] for place in places],
+            "x": [place[line] for place in places],
+            "y": rows,
             "line": {"color": BEST if is_best else _shade(part), "width": 3 if is_best else 1.2},
             "text": [f"{plain(axis.name)}: {plain(shown(axis.values[line]))}" for axis in axes],
             "hovertemplate": "%{text}",
@@ -40,25 +42,36 @@ def lines(axes: Sequence[Axis]) -> Iterator[Json]:
 
 
 def layout(axes: Sequence[Axis]) -> Json:
-    """Over that of other charts: no scale of its own, a vertical line and values at each axis."""
-    notes = [note for axis in axes for note in _ticks(axis)]
+    """Over that of other charts: axes lie under each other, so that their values have room on a
+    phone as well; the name stands above each, values below it.
+    """
+    notes = [
+        note for row, axis in enumerate(axes) for note in (_name(row, axis), *_ticks(row, axis))
+    ]
     return {
-        "xaxis": {
-            "type": "category",
-            "showgrid": False,
-            "automargin": True,
-            "range": [-0.3, len(axes) - 0.5],
-            "tickfont": {"size": 11},
-        },
-        "yaxis": {"visible": False, "range": [-0.06, 1.06]},
+        "xaxis": {"visible": False, "range": [-0.04, 1.04]},
+        "yaxis": {"visible": False, "range": [len(axes) - 0.5, -0.5]},
         "shapes": [
-            {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "line": {"color": GREY}}
-            for x in range(len(axes))
+            {"type": "line", "x0": 0, "x1": 1, "y0": row, "y1": row, "line": {"color": GREY}}
+            for row in range(len(axes))
         ],
         "annotations": notes,
         "showlegend": False,
-        "height": HEIGHT_PX,
+        "height": height_px(axes),
     }
+
+
+def height_px(axes: Sequence[Axis]) -> int:
+    return MARGIN_PX + ROW_PX * len(axes)
+
+
+def _name(row: int, axis: Axis) -> Json:
+    place = {"x": 0, "xanchor": "left", "yanchor": "bottom", "yshift": 3}
+    return _note(row, f"<b>{plain(axis.name)}</b>") | place
+
+
+def _note(row: int, text: str) -> Json:
+    return {"y": row, "text": text, "showarrow": False, "font": {"size": 11}}
 
 
 def _places(axis: Axis) -> list[float]:
@@ -82,12 +95,13 @@ def _categories(axis: Axis) -> dict[Cell, float]:
 
 
 def _is_scale(axis: Axis) -> bool:
-    """Numbers, more of them than have room as names."""
+    """Numbers, more of them than have room as names, or fractions such as a goodput."""
     known = set(axis.values)
-    return len(known) > MAX_TICKS and all(isinstance(each, int | float) for each in known)
+    has_room = len(known) <= MAX_TICKS and all(len(shown(each)) <= MAX_CHARS for each in known)
+    return not has_room and all(isinstance(each, int | float) for each in known)
 
 
-def _ticks(axis: Axis) -> Iterator[Json]:
+def _ticks(row: int, axis: Axis) -> Iterator[Json]:
     if not axis.values:
         return
     if _is_scale(axis):
@@ -96,15 +110,9 @@ def _ticks(axis: Axis) -> Iterator[Json]:
     else:
         marked = {shown(each): at for each, at in _categories(axis).items()}
     for text, at in marked.items():
-        yield {
-            "x": plain(axis.name),
-            "y": at,
-            "text": plain(text),
-            "showarrow": False,
-            "xanchor": "right",
-            "xshift": -4,
-            "font": {"size": 10},
-        }
+        anchor = "left" if at < EDGE else "right" if at > 1 - EDGE else "center"
+        place = {"x": at, "xanchor": anchor, "yanchor": "top", "yshift": -2}
+        yield _note(row, plain(text)) | place
 
 
 def _number(cell: Cell) -> float:

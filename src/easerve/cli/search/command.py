@@ -172,7 +172,7 @@ def _search(asked: Asked, found: Prepared, said: Said, console: Console) -> int:
     told["command"] = _command()
     told["importance"] = importance(question.space, trials)
     won = winner_of(trials)
-    if won is not None and asked.num_rounds:
+    if won is not None and asked.num_rounds and found.before is not None:
         told["confirmation"] = _confirmed(asked, found, won, said, console)
     if won is not None and asked.out is not None:
         content = found.winner(won.configuration)
@@ -189,6 +189,7 @@ def _confirmed(
     first = max(asked.common.seeds) + 1
     seeds = range(first, first + asked.num_rounds)
     winner = Side(found.objective, won.configuration, found.entered)
+    assert found.before is not None, "it can be tried"
     try:
         with terminated(), progress(console, 2 * asked.num_rounds) as tick:
             return confirmed(found.before, winner, seeds, tick)

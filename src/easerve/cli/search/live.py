@@ -38,8 +38,6 @@ from easerve.search.objective import Score, Unworkable
 from easerve.search.space import SHARE, Configuration, Space
 
 DRAIN_S, DRAIN_POLL_S = 30.0, 0.05
-NEW_ENGINES = 4
-"""So many times more warm-ups than for other knobs: first calls are slow."""
 ATTEMPTS = 3
 """Windows, until one is found in which the client kept up."""
 Content = dict[str, Any]
@@ -78,7 +76,8 @@ class Measure(Protocol):
 class LiveObjective:
     """Scores of configurations of ``space`` on the engines of the deployment file ``path``.
 
-    Use it in ``with``: leaving ends server and engines. ``allow_late``: also where the client could
+    Use it in ``with``: leaving ends server and engines. ``practises``: new engines have a window before
+    the first that counts. ``allow_late``: also where the client could
     not keep up, which is tried ``ATTEMPTS`` times. ``tell`` hears what is being done, in words.
     Raises ConfigError for a file that cannot be.
     """
@@ -93,6 +92,7 @@ class LiveObjective:
         seeds: tuple[int, ...] = (0, 1, 2),
         required: float = 0.9,
         allow_late: bool = False,
+        practises: bool = True,
         tell: Tell = lambda _: None,
         serve: Serve = ServerProcess.start,
         measure: Measure = measure,
@@ -106,6 +106,7 @@ class LiveObjective:
         self._engines: Content = {}
         self._policy: Content = {}
         self._num_warmup = self._num_windows = 0
+        self._is_new, self._practises = False, practises
 
     def __enter__(self) -> Self:
         return self
@@ -157,7 +158,7 @@ class LiveObjective:
         timeout_s = deployment.engine.startup_timeout_s
         self._server = self._serve(private(content), str(self._path), timeout_s, self._tell)
         self._engines, self._policy = engines_of(content), policy
-        self._num_warmup = NEW_ENGINES * self._window.num_warmup
+        self._num_warmup, self._is_new = self._window.num_warmup, True
         return self._server
 
     def _turn(self, server: Running, policy: Content) -> None:
@@ -190,6 +191,13 @@ class LiveObjective:
     # The load ------------------------------------------------------------------------------------
 
     def _scored(self, server: Running, deployment: Deployment, seed: int) -> Score:
+        if (
+            self._is_new and self._practises
+        ):  # whatever comes for the first time, as a batch of some size, is slow
+            self._tell("a window that does not count")
+            self._run(server, deployment, seed)
+            self._num_warmup = 0
+        self._is_new = False
         late: list[str] = []
         for _ in range(ATTEMPTS):
             run = self._run(server, deployment, seed)

@@ -27,7 +27,10 @@ def search(
             help="A scenario is simulated; a deployment is tried on this machine's engines.",
         ),
     ],
-    slo: Annotated[str, typer.Option(help="S1 to S5, own, or ttft=2s,tpot=80ms.")] = "S3",
+    slo: Annotated[
+        str | None,
+        typer.Option(help="S1 to S5, own, or ttft=2s,tpot=80ms; default: S3, or its own."),
+    ] = None,
     attainment: Annotated[
         float, typer.Option(min=0.01, max=1, help="Share of the requests that have to keep it.")
     ] = 0.9,
@@ -144,7 +147,15 @@ def search(
             tolerance,
         )
         tried = None
-        if not prepare.is_scenario(source):
+        is_scenario = prepare.is_scenario(source)
+        alien: dict[str, object] = {"set": over, "deployment": deployment}
+        if is_scenario:
+            alien = {"gpus": gpus, "max-engines": max_engines, "reference": reference}
+        for name, given in alien.items():
+            if given:
+                kind = "deployment file" if is_scenario else "scenario"
+                raise ConfigError(f"--{name} goes with a {kind}, which {source} is not")
+        if not is_scenario:
             if rates_per_s is None or len(rates_per_s) > 1:
                 raise ConfigError("--rate: one is needed, at which engines are tried")
             load = load_of(

@@ -40,7 +40,7 @@ from easerve.search.simulated import SimulatedObjective
 from easerve.search.space import Configuration, Knob, Space, Value
 from easerve.sim import scenario as scenarios
 from easerve.sim.config import EaserveSystem, LocalPrefill
-from easerve.sim.scenario import Scenario
+from easerve.sim.scenario import OWN_SLO, Scenario
 from easerve.workload.requests import DATASET_TOKENS, SHAPES_TOKENS
 from easerve.workload.requests import Asked as Load
 
@@ -48,6 +48,8 @@ BELOW, ABOVE = 0.1, 1.5
 """Ends of the ladder, of the most that the best allocation can do: what stays below the one is no
 candidate, and short runs may outlast a rate that is too high by less than the other."""
 OURS = "easerve"
+STAGES = ("encode", "prefill", "decode")
+USUAL = ("S3", OWN_SLO)
 TEXT_TOKENS = 24
 """Of a question about shapes, in its chat template."""
 BATCHES = (1, 2, 4, 8, 16)
@@ -59,7 +61,7 @@ class Common:
     """Of either source. ``knobs``: other values, by the path of the key."""
 
     path: Path
-    tier: str
+    tier: str | None
     seeds: tuple[int, ...]
     required: float
     space: str
@@ -99,7 +101,8 @@ class Live:
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """``entered``: the objective in ``with``, which ends what it has started. ``winner``: a
-    configuration as the content of a deployment file. ``before``: the source as it is.
+    configuration as the content of a deployment file. ``before``: the source as it is, None
+    where it cannot be.
     """
 
     question: Question
@@ -107,33 +110,20 @@ class Prepared:
     objective: Objective
     entered: AbstractContextManager[Any]
     winner: Callable[[Configuration], dict[str, Any]]
-    before: Side
+    before: Side | None
 
 
-def checked(
-    space: Space,
-    given: Mapping[str, Sequence[Value]],
-    candidates: Sequence[Candidate],
-    build: Callable[[Configuration], object],
-) -> Sequence[Candidate]:
-    """The candidates, if every value that was given of a knob can be built. Raises ConfigError."""
-    starts = [start for each in candidates for start in each.starts]
-    for path, values in given.items() if starts else ():
+def check_knobs(
+    common: Common, found: Enumeration, build: Callable[[Space, Configuration], object]
+) -> None:
+    """Every value that was given of a knob, by itself. Raises ConfigError."""
+    for path, values in common.knobs.items():
         for value in values:
-            asked = space.configuration(
-                starts[0].allocation, _defaults(space, starts[0]) | {path: value}
-            )
+            alone = spaces.space(common.space, found.allocations, {path: (value,)})
             try:
-                build(asked)
+                build(alone, next(iter(alone)))
             except ConfigError as error:
                 raise ConfigError(f"--knob {path}={value}: {error}") from None
-    return candidates
-
-
-def _defaults(space: Space, start: Configuration) -> dict[str, Value]:
-    """A value for every knob, also for those that are not at work."""
-    first = {knob.path: knob.values[0] for knob in space.knobs_of(start.allocation)}
-    return first | dict(start.values)
 
 
 def is_scenario(path: Path) -> bool:
@@ -172,13 +162,18 @@ def _values(path: str, text: str) -> tuple[Value, ...]:
 
 def on_simulator(common: Common, asked: Simulated) -> Prepared:
     """Raises ConfigError."""
-    scenario = scenarios.read(common.path, over=asked.over)
     content = scenarios.laid(
         scenarios.read_content(common.path), dict(map(scenarios.key_value, asked.over))
     )
-    slo = _slo(scenario, common)
+    scenario, is_as_it_is = _read(content, str(common.path))
+    if not is_as_it_is:
+        content = _with_one_of_each(content)
+    if scenario.workload.rate_per_s is None:
+        raise ConfigError(f"{common.path}: its arrivals have rates of their own: give rate_per_s")
+    tier, slo = _slo(scenario, common)
     found = allocations.enumerate_(machine.of_scenario(scenario))
     why = _why(found)
+    check_knobs(common, found, lambda space, each: _tried(content, space, slo).scenario(each))
     space = spaces.space(common.space, found.allocations, common.knobs)
     site = _modelled(scenario, space, slo)
     kept = _pruned(common, space, site)
@@ -194,7 +189,7 @@ def on_simulator(common: Common, asked: Simulated) -> Prepared:
         str(common.path),
         scenario.title,
         False,
-        common.tier,
+        tier,
         slo,
         objective.rates_per_s,
         _load(scenario),
@@ -207,25 +202,54 @@ def on_simulator(common: Common, asked: Simulated) -> Prepared:
     begun = _candidates(kept, space, site, content["systems"][OURS].get("policy"))
     return Prepared(
         question,
-        checked(space, common.knobs, begun, objective.scenario),
+        begun,
         objective,
         nullcontext(),
         lambda configuration: best.of_scenario(objective.scenario(configuration), base),
-        Side(replace(objective, space=UNCHANGED), AS_IT_IS, nullcontext()),
+        Side(replace(objective, space=UNCHANGED), AS_IT_IS, nullcontext()) if is_as_it_is else None,
     )
 
 
-def _slo(scenario: Scenario, common: Common) -> Slo:
-    """A tier of the scenario, or limits. Raises ConfigError."""
-    slos = scenario.slo.slos()
-    if common.tier in slos:
-        return slos[common.tier]
+def _read(content: Mapping[str, Any], source: str) -> tuple[Scenario, bool]:
+    """A scenario, and whether its systems are as they are said to be: where they have more GPUs
+    than there are, ours has one engine of each stage, which any allocation takes the place of.
+    """
     try:
-        return parse_slo(common.tier)
+        return scenarios.build(content, source), True
+    except ConfigError as error:
+        if "num_gpus" not in str(error):
+            raise
+    return scenarios.build(_with_one_of_each(content), source), False
+
+
+def _with_one_of_each(content: Mapping[str, Any]) -> dict[str, Any]:
+    ours = {**content["systems"][OURS], "local_prefill": None, "partition": None}
+    for stage in STAGES:
+        one = {"replicas": 1} if stage == "encode" else {"replicas": 1, TP: 1}
+        ours[stage] = {**ours[stage], **one}
+    ours["policy"] = {**ours.get("policy", {}), "remote_share": 1.0}
+    left = {key: content[key] for key in content if key not in ("experiment", "anchors")}
+    return left | {"system": OURS, "systems": {OURS: ours}}
+
+
+def _tried(content: Mapping[str, Any], space: Space, slo: Slo) -> SimulatedObjective:
+    return SimulatedObjective(content, space, slo, (1.0,), (0,))
+
+
+def _slo(scenario: Scenario, common: Common) -> tuple[str, Slo]:
+    """A tier of the scenario, or limits; S3 if nothing is asked for, or its own. Raises
+    ConfigError.
+    """
+    slos = scenario.slo.slos()
+    asked = common.tier or next((each for each in USUAL if each in slos), USUAL[0])
+    if asked in slos:
+        return asked, slos[asked]
+    try:
+        return asked, parse_slo(asked)
     except ValueError as error:
         known = ", ".join(slos) or "none"
         raise ConfigError(
-            f"--slo {common.tier}: the scenario has {known}; and as limits: {error}"
+            f"--slo {asked}: the scenario has {known}; and as limits: {error}"
         ) from None
 
 
@@ -300,11 +324,15 @@ def on_engines(common: Common, asked: Live, tell: Tell, console: Console) -> Pre
     """Starts engines where capacities are not known yet. Raises ConfigError, EngineStartError."""
     deployment = build(read_file(common.path), str(common.path))
     window = Window(asked.load, asked.rate_per_s, asked.window_s)
-    tier, slo = promised(common.tier, deployment, asked.load, asked.reference, asked.machine)
+    tier, slo = promised(
+        common.tier or USUAL[0], deployment, asked.load, asked.reference, asked.machine
+    )
     found = allocations.enumerate_(
         machine.of_deployment(deployment, max_engines=asked.max_engines, gpus=asked.gpus)
     )
     why = _why(found)
+    content = read_file(common.path)
+    check_knobs(common, found, lambda space, each: best.of_deployment(content, space.changes(each)))
     space = spaces.space(common.space, found.allocations, common.knobs)
     table, file = _measured(deployment, asked, _tps(space), console)
     cores = float(len(os.sched_getaffinity(0))) if deployment.device == "cpu" else None
@@ -337,7 +365,6 @@ def on_engines(common: Common, asked: Live, tell: Tell, console: Console) -> Pre
         kept,
         f"measured, {file}",
     )
-    content = read_file(common.path)
 
     def winner(configuration: Configuration) -> dict[str, Any]:
         return best.of_deployment(content, space.changes(configuration))
@@ -345,7 +372,7 @@ def on_engines(common: Common, asked: Live, tell: Tell, console: Console) -> Pre
     begun = _candidates(kept, space, site, content.get("policy"))
     return Prepared(
         question,
-        checked(space, common.knobs, begun, winner),
+        begun,
         objective,
         objective,
         winner,

@@ -44,7 +44,7 @@ class Question:
         allocations = [
             {
                 "name": each.name,
-                "num_configurations": sum(1 for _ in space.of(each.name)),
+                "num_configurations": space.num_of(each.name),
                 "kept": each.name in kept,
                 "capacity_per_s": kept[each.name].per_s if each.name in kept else None,
                 "stages_per_s": dict(kept[each.name].stages) if each.name in kept else None,
@@ -98,10 +98,14 @@ def of_study(
     or, if there is none, the second best.
     """
     winner, second = best(trials), runner_up(trials)
+    told = question.as_dict()
+    if study["method"] != "has":  # nothing is pruned
+        told["num_candidates"] = len(told["allocations"])
+        told["allocations"] = [each | {"kept": True, "why": ""} for each in told["allocations"]]
     finished = [each for each in trials if each.state != "running"]
     return {
         "kind": KIND,
-        **question.as_dict(),
+        **told,
         **study,
         "required": objective.required,
         "seeds": list(objective.seeds),

@@ -9,7 +9,9 @@ from easerve.cli.search.result import ALLOCATION, GOODPUT, Result, best_so_far
 
 MAX_LISTED = 12
 MAX_ROWS = 12
-PERCENT = 100
+IDLE = "idle"
+"""In the reason of an allocation that leaves devices without work."""
+PERCENT, SAME = 100, 0.999
 NAMED = ("best", "runner_up", "closest")
 NONE_KEEPS = (
     "No configuration that was tried keeps the promise: there is no winner. The closest is listed "
@@ -22,6 +24,10 @@ def sections(result: Result) -> list[Section]:
     if (told := result.get("confirmation")) is not None:
         more = [confirm.section(told, result["source"], result["required"])]
     return [*space(result), _trials(result), *more, *_charts(result)]
+
+
+def of_space(result: Result) -> list[Section]:
+    return [*space(result)]
 
 
 def space(result: Result) -> Iterator[Section]:
@@ -62,7 +68,9 @@ def _impossible(pruned: Sequence[Mapping[str, str]]) -> Table:
     """Those with the same reason in one row."""
     names: dict[str, list[str]] = {}
     for each in pruned:
-        names.setdefault(each["why"], []).append(each["name"])
+        what = each["why"].partition(":")[0]
+        why = f"{what}: another has all its engines and more" if IDLE in what else each["why"]
+        names.setdefault(why, []).append(each["name"])
     rows: list[list[Cell]] = [[_listed(each), len(each), why] for why, each in names.items()]
     return Table("Allocations that cannot be", ["allocations", "number", "why"], rows)
 
@@ -127,6 +135,9 @@ def _said(result: Result) -> str:
     if found is None:
         return f"{NONE_KEEPS}\n\n{told}"
     won = f"The best is {found[ALLOCATION]} with {knobs(found)}: goodput {with_confidence(found)}."
+    rates = result["rates_per_s"]
+    if len(rates) > 1 and found["rate_per_s"] > SAME * rates[-1]:
+        won += " It does so at the highest rate that was tried: --rate tells how much more it can."
     second = result["runner_up"]
     if second is not None:
         won += f" Next is {second[ALLOCATION]} with {knobs(second)}: {with_confidence(second)}."
@@ -166,17 +177,18 @@ def _charts(result: Result) -> Iterator[Section]:
         bars = Series("importance", list(shares), [PERCENT * each for each in shares.values()])
         text = (
             "How much of what separates the best tenth of the trials from all is due to each knob "
-            "(PED-ANOVA); of knobs that every trial has, and of what was tried."
+            "(PED-ANOVA), by what was tried."
         )
-        yield Section(
-            "Importance", text, [Chart("Importance of knobs", "", "share, %", [bars], "bar")]
-        )
+        chart = Chart("Importance of knobs", "", "share, %", [bars], "bar")
+        rows: list[list[Cell]] = [[name, PERCENT * each] for name, each in shares.items()]
+        table = Table("Importance", ["knob", "share, %"], rows)
+        yield Section("Importance", text, [table, chart])
 
 
 def progress(result: Result) -> Chart:
     """The best so far, and each trial."""
     trials = result["trials"]
-    numbers = [each["trial"] + 1 for each in trials]
+    numbers = [each["trial"] for each in trials]
     steps = Series("best so far", numbers, best_so_far(trials, result["required"]))
     each = Series("trial", numbers, [trial[GOODPUT] for trial in trials], muted=True)
-    return Chart("Goodput over trials", "trials", "goodput, req/s", [steps, each], "line")
+    return Chart("Goodput over trials", "trial", "goodput, req/s", [steps, each], "line")
