@@ -76,9 +76,9 @@ class Measure(Protocol):
 class LiveObjective:
     """Scores of configurations of ``space`` on the engines of the deployment file ``path``.
 
-    Use it in ``with``: leaving ends server and engines. ``practises``: new engines have a window before
-    the first that counts. ``allow_late``: also where the client could
-    not keep up, which is tried ``ATTEMPTS`` times. ``tell`` hears what is being done, in words.
+    Use it in ``with``: leaving ends server and engines. ``practises``: new engines have a window
+    that does not count. ``allow_late``: also where the client could not keep up, which is tried
+    ``ATTEMPTS`` times. ``tell`` hears what is being done, in words.
     Raises ConfigError for a file that cannot be.
     """
 
