@@ -191,9 +191,8 @@ class LiveObjective:
     # The load ------------------------------------------------------------------------------------
 
     def _scored(self, server: Running, deployment: Deployment, seed: int) -> Score:
-        if (
-            self._is_new and self._practises
-        ):  # whatever comes for the first time, as a batch of some size, is slow
+        if self._is_new and self._practises:
+            # Whatever comes for the first time, a batch of some size say, is slow.
             self._tell("a window that does not count")
             self._run(server, deployment, seed)
             self._num_warmup = 0
