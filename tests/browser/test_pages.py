@@ -227,11 +227,11 @@ def test_parallel_axes_have_a_line_for_each_trial_and_a_name_for_each_axis(
     num_lines, names = chromium.run(
         chart_of("Configurations")
         + "return [chart.querySelectorAll('.scatterlayer path.js-line').length,"
-        " [...chart.querySelectorAll('.xtick text')].map((each) => each.textContent)]"
+        " [...chart.querySelectorAll('.annotation text')].map((each) => each.textContent)]"
     )
     assert num_lines == NUM_TRIALS
     knobs = ["remote_share", "when", "gap_k", "max_num_seqs"]
-    assert names == ["allocation", *knobs, "goodput, req/s"]
+    assert {"allocation", *knobs, "goodput, req/s"} <= set(names)
 
 
 @pytest.mark.parametrize("width", [PHONE, DESK])
