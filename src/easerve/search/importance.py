@@ -30,6 +30,7 @@ def importance(space: Space, trials: Sequence[Trial]) -> dict[str, float]:
     study = as_study(space, complete)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
+        warnings.simplefilter("ignore", UserWarning)  # of few trials; the text says so
         evaluator = PedAnovaImportanceEvaluator()
         try:
             found = get_param_importances(study, evaluator=evaluator)
