@@ -142,7 +142,7 @@ def test_a_line_that_is_cut_off_is_told(easerve: Easerve, log: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"format":3', '"format":0', "log:1: not the header"),
+        ('"format":4', '"format":0', "log:1: not the header"),
         ('"event":"RequestReceived"', '"event":"Rain"', "log:3: unknown event 'Rain'"),
     ],
 )
