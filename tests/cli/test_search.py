@@ -67,6 +67,7 @@ def test_a_search_ends_with_the_file_that_serve_takes(searched: Searched, tmp_pa
     assert "best so far" in html.read_text()
 
 
+@pytest.mark.long
 def test_the_same_seed_is_the_same_study_and_a_repeat_adds_nothing(
     searched: Searched, tmp_path: Path
 ) -> None:
@@ -260,6 +261,7 @@ def test_a_search_that_is_killed_goes_on_where_it_was(searched: Searched, tmp_pa
     assert found["trials"] == alone["trials"]
 
 
+@pytest.mark.long
 def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
     kept = tmp_path / "study.db"
     code = "import sys; from easerve.cli.main import main; sys.argv = sys.argv[1:]; main()"
