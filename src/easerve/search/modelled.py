@@ -4,9 +4,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from easerve.search.capacity import Row, Table
-from easerve.sim.bound import Bound, Mean, sizes
+from easerve.sim.bound import Bound, bound_of, sizes
 from easerve.sim.config import EaserveSystem, LlmEngines
-from easerve.sim.run import Request, Run
+from easerve.sim.run import Run
 from easerve.sim.scenario import Scenario
 from easerve.sim.simulate import make_world
 from easerve.sim.world import World
@@ -23,38 +23,19 @@ def capacities(scenario: Scenario, tps: Collection[int], batches: Sequence[int] 
     """
     config = scenario.configs["easerve"]
     assert isinstance(config, EaserveSystem)
-    engines = _Engines(make_world(scenario, Run()), config)
+    world = make_world(scenario, Run())
+    engines = _Engines(world, config, bound_of(world))
     rows = [engines.encode(batch) for batch in batches]
     for tp in sorted(tps):
         rows += [engines.prefill(tp), *engines.decode(tp)]
     return Table(tuple(rows))
 
 
-def mean(requests: Sequence[Request]) -> Mean:
-    """The shape of a request; there is at least one."""
-    num = len(requests)
-    prompts = [each.num_prompt_tokens for each in requests]
-    decodes = [each.num_tokens - 1 for each in requests]
-    contexts = [
-        steps * (tokens + steps / 2) for tokens, steps in zip(prompts, decodes, strict=True)
-    ]
-    return Mean(
-        sum(prompts) / num,
-        sum(tokens * (tokens + 1) / 2 for tokens in prompts) / num,
-        sum(decodes) / num,
-        sum(contexts) / max(1, sum(decodes)),
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class _Engines:
     world: World
     config: EaserveSystem
-
-    @property
-    def bound(self) -> Bound:
-        items = [item for request in self.world.requests for item in request.items]
-        return Bound(self.world, mean(self.world.requests), items)
+    bound: Bound
 
     def encode(self, batch: int) -> Row:
         """The host prepares the items of the next call during a forward; the slower one decides."""

@@ -77,7 +77,7 @@ def bound_per_s(config: SystemConfig, world: World) -> float:
     """Requests per second; infinite without requests. Raises ConfigError as the costs do."""
     if not world.requests:
         return float("inf")
-    return SLACK * _bound_per_s(config, _bound(world))
+    return SLACK * _bound_per_s(config, bound_of(world))
 
 
 def balanced_share(config: EaserveSystem, world: World) -> float:
@@ -88,14 +88,15 @@ def balanced_share(config: EaserveSystem, world: World) -> float:
     """
     if config.local_prefill is None or not world.requests:
         return 1.0
-    bound = _bound(world)
+    bound = bound_of(world)
     remote = bound.prefill(config.prefill)
     local = bound.prefill_beside(config) - remote
     encode = bound.encode(config.encode, config.policy.max_batch_items)
     return min(1.0, remote * (1 + local / encode) / (remote + local))
 
 
-def _bound(world: World) -> "Bound":
+def bound_of(world: World) -> "Bound":
+    """Of the requests of a world, of which there is at least one."""
     items = [item for request in world.requests for item in request.items]
     return Bound(world, _mean(world), items)
 
